@@ -1,0 +1,253 @@
+#include "causal_attention.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace ferrum {
+
+namespace {
+
+constexpr const char *kOp = "causal_attention";
+
+Attention *unwrap(ferrum_attention *handle) {
+    return reinterpret_cast<Attention *>(required(handle, "attention"));
+}
+
+// cos and sin of every position, from a low and a high table by the addition theorem: 256 + positions / 256 rows
+// instead of one a position, and exact to float32 at any position, since both halves are computed in float64.
+Ref<Buffer> rope_table(Device *device, const AttentionShape &shape, const double *inverse_frequencies) {
+    const uint64_t pairs = shape.rope_dim / 2, high = div_up(shape.maximum_context_tokens, FERRUM_ROPE_LOW);
+    for (uint64_t i = 0; i < pairs; i++)
+        if (!std::isfinite(inverse_frequencies[i]))
+            fail(FERRUM_INVALID_ARGUMENT, "[attention_config] inverse_frequencies[%llu]: expected a finite number",
+                 (unsigned long long)i);
+    Ref<Buffer> table = device->allocate((FERRUM_ROPE_LOW + high) * pairs * 2 * sizeof(float));
+    auto *out = static_cast<float *>(table->host());
+    for (uint64_t row = 0; row < FERRUM_ROPE_LOW + high; row++) {
+        const bool is_low = row < FERRUM_ROPE_LOW;
+        const double position = double(is_low ? row : (row - FERRUM_ROPE_LOW) * FERRUM_ROPE_LOW);
+        const double factor = is_low ? shape.rope_attention_factor : 1;
+        for (uint64_t i = 0; i < pairs; i++) {
+            *out++ = float(std::cos(position * inverse_frequencies[i]) * factor);
+            *out++ = float(std::sin(position * inverse_frequencies[i]) * factor);
+        }
+    }
+    return table;
+}
+
+// The weights in the order of ferrum_attention_weights.
+constexpr int kWeights = 11;
+static_assert(sizeof(ferrum_attention_weights) == kWeights * sizeof(ferrum_tensor));
+
+// Checks every weight and fills in what a plan needs to know of them.
+void check_weights(const AttentionShape &shape, Device *device, const ferrum_attention_weights &w,
+                   ferrum_plan_request &request) {
+    const uint64_t hidden = shape.hidden_size, qp = shape.query_projection_features(), kv = shape.key_value_features();
+    const std::string heads = "query_heads=" + std::to_string(shape.query_heads) +
+                              ", head_dim=" + std::to_string(shape.head_dim) +
+                              (shape.output_gate ? ", output_gate=True" : "");
+    const std::string kv_heads =
+        "key_value_heads=" + std::to_string(shape.key_value_heads) + ", head_dim=" + std::to_string(shape.head_dim);
+    auto vector = [&](const char *name, const ferrum_tensor &t, uint64_t length, uint32_t present, uint32_t f32) {
+        if (!t.buffer && present) return;
+        Expected what{kOp, name};
+        check_storage(what, device, t);
+        check_format(what, t, {format_f32, format_f16});
+        check_shape(what, t, {length});
+        request.constants |= present | (t.format == format_f32 ? f32 : 0);
+    };
+    vector("weights.input_norm", w.input_norm, hidden, 0, FERRUM_CONSTANT_NORM_F32);
+    vector("weights.q_norm", w.q_norm, shape.head_dim, FERRUM_CONSTANT_QUERY_NORM, FERRUM_CONSTANT_QUERY_NORM_F32);
+    vector("weights.k_norm", w.k_norm, shape.head_dim, FERRUM_CONSTANT_KEY_NORM, FERRUM_CONSTANT_KEY_NORM_F32);
+    const struct {
+        const char *name, *bias_name;
+        const ferrum_tensor &weight, &bias;
+        uint64_t out, in;
+        const std::string &why;
+    } projections[4] = {
+        {"weights.q_proj", "weights.q_bias", w.q_proj, w.q_bias, qp, hidden, heads},
+        {"weights.k_proj", "weights.k_bias", w.k_proj, w.k_bias, kv, hidden, kv_heads},
+        {"weights.v_proj", "weights.v_bias", w.v_proj, w.v_bias, kv, hidden, kv_heads},
+        {"weights.o_proj", "weights.o_bias", w.o_proj, w.o_bias, hidden, shape.query_features(), heads},
+    };
+    for (int i = 0; i < 4; i++) {
+        const auto &p = projections[i];
+        check_storage({kOp, p.name}, device, p.weight);
+        check_shape({kOp, p.name}, p.weight, {p.out, p.in}, p.why);
+        request.projection_formats[i] = p.weight.format;
+        if (!p.bias.buffer) continue;
+        check_storage({kOp, p.bias_name}, device, p.bias);
+        check_format({kOp, p.bias_name}, p.bias, {format_f32, format_f16});
+        check_shape({kOp, p.bias_name}, p.bias, {p.out});
+        request.biases |= 1u << i | (p.bias.format == format_f32 ? 16u << i : 0);
+    }
+}
+
+struct Call {
+    std::vector<Ref<State>> states;
+    std::vector<Ref<Buffer>> outputs;
+};
+
+Call run(Attention *attention, const ferrum_attention_weights &weights, uint32_t form, uint32_t participants,
+         ferrum_state *const *state_handles, const uint64_t *tokens, const ferrum_tensor *xs) {
+    Device *device = attention->device();
+    device->check_usable(kOp);
+    const AttentionShape &shape = attention->shape;
+    std::vector<State *> states(participants);
+    std::vector<uint64_t> starts(participants), new_tokens(tokens, tokens + participants);
+    for (uint32_t i = 0; i < participants; i++) {
+        states[i] = reinterpret_cast<State *>(required(state_handles[i], "states[i]"));
+        if (states[i]->device() != device)
+            fail(FERRUM_INVALID_ARGUMENT, "[%s] states: state %u lives on another device", kOp, i);
+        if (!(states[i]->layout == shape.layout))
+            fail(FERRUM_INVALID_ARGUMENT, "[%s] states: expected key_value_heads=%u, head_dim=%u, state %u has %u, %u",
+                 kOp, shape.key_value_heads, shape.head_dim, i, states[i]->layout.key_value_heads,
+                 states[i]->layout.head_dim);
+        starts[i] = states[i]->length;
+    }
+    ferrum_plan_request request{};
+    request.form = form;
+    request.participants = participants;
+    request.starts = starts.data();
+    request.tokens = tokens;
+    check_weights(shape, device, weights, request);
+    if (participants == 0) fail(FERRUM_INVALID_ARGUMENT, "[%s] states: expected at least one, got none", kOp);
+    const bool packed = form == FERRUM_FORM_PACKED;
+    const uint32_t tensors = packed ? 1 : participants;
+    uint64_t total = 0;
+    for (uint32_t i = 0; i < participants; i++)
+        if (__builtin_add_overflow(total, tokens[i], &total))
+            fail(FERRUM_INVALID_ARGUMENT, "[%s] lengths: their sum does not fit 64 bits", kOp);
+    request.hidden_format = xs[0].format;
+    for (uint32_t i = 0; i < tensors; i++) {
+        check_format({kOp, "x"}, xs[i], {format_f32, format_f16});
+        check_storage({kOp, "x"}, device, xs[i]);
+        if (xs[i].format != xs[0].format)
+            fail(FERRUM_INVALID_ARGUMENT, "[%s] xs: expected one dtype for all, got %s and %s", kOp,
+                 format_name(xs[0].format).c_str(), format_name(xs[i].format).c_str());
+        check_shape({kOp, "x"}, xs[i], {packed ? total : tokens[i], shape.hidden_size},
+                    packed ? "the sum of lengths and hidden_size" : "tokens and hidden_size");
+    }
+    // A packed call of one sequence is a scalar call: the operands are the same.
+    Ref<AttentionPlan> plan = plan_causal_attention(shape, request);
+
+    Call call;
+    const uint64_t element = xs[0].format == format_f32 ? 4 : 2;
+    for (uint32_t i = 0; i < tensors; i++)
+        call.outputs.push_back(device->allocate((packed ? total : tokens[i]) * shape.hidden_size * element));
+    Ref<Buffer> scratch = device->allocate(plan->summary.scratch_bytes);
+    Ref<Buffer> tables = device->allocate(plan->summary.page_table_bytes);
+
+    // Reserve and claim; from here on a failure drops the new states, and with them the claims.
+    Arena::Appended appended = device->arena().append(kOp, states, new_tokens);
+    for (uint32_t i = 0; i < participants; i++)
+        device->arena().page_table(appended.states[i].get(),
+                                   static_cast<uint64_t *>(tables->host()) + plan->page_table_offsets[i] / 8);
+    Submission work;
+    add_page_copies(work, shape.layout, appended.copies, device);
+    std::vector<Resource> resources;
+    const auto *fields = reinterpret_cast<const ferrum_tensor *>(&weights);
+    auto tensor = [](const ferrum_tensor &t) { return Resource{reinterpret_cast<Buffer *>(t.buffer), t.offset}; };
+    auto resolve = [&](const ferrum_resource &resource) -> Resource {
+        switch (resource.role) {
+            case FERRUM_ROLE_INPUT:
+                return tensor(xs[resource.index]);
+            case FERRUM_ROLE_OUTPUT:
+                return {call.outputs[resource.index].get(), 0};
+            case FERRUM_ROLE_WEIGHT:
+                return tensor(fields[resource.index]);
+            case FERRUM_ROLE_SCRATCH:
+                return {scratch.get(), 0};
+            case FERRUM_ROLE_PAGE_TABLE:
+                return {tables.get(), 0};
+            default:
+                return {attention->rope.get(), 0};
+        }
+    };
+    for (const ferrum_resource &resource : plan->resources) resources.push_back(resolve(resource));
+    work.append(plan->launches, resources);
+    for (const Resource &resource : work.resources) work.keep.push_back(Ref<Buffer>::share(resource.buffer));
+    for (uint32_t i = 0; i < participants; i++) {
+        work.keep.push_back(Ref<State>::share(states[i]));
+        work.keep.push_back(appended.states[i]);
+    }
+    device->submit(std::move(work));
+    call.states = std::move(appended.states);
+    return call;
+}
+
+}  // namespace
+
+Attention::Attention(Ref<Device> device, const ferrum_attention_config &config, const double *inverse_frequencies)
+    : shape(AttentionShape::make(config)),
+      rope(rope_table(device.get(), shape, inverse_frequencies)),
+      device_(std::move(device)) {}
+
+}  // namespace ferrum
+
+using namespace ferrum;
+
+int32_t ferrum_attention_new(ferrum_device *device, const ferrum_attention_config *config,
+                             const double *inverse_frequencies, ferrum_attention **out_attention) {
+    return guard([&] {
+        auto *owner = reinterpret_cast<Device *>(required(device, "device"));
+        owner->check_usable("attention_config");
+        *required(out_attention, "out_attention") =
+            reinterpret_cast<ferrum_attention *>(new Attention(Ref<Device>::share(owner), *required(config, "config"),
+                                                               required(inverse_frequencies, "inverse_frequencies")));
+    });
+}
+
+void ferrum_attention_release(ferrum_attention *attention) {
+    if (attention) reinterpret_cast<Attention *>(attention)->release();
+}
+
+int32_t ferrum_causal_attention(ferrum_attention *attention, const ferrum_attention_weights *weights, uint32_t form,
+                                uint32_t participants, ferrum_state *const *states, const uint64_t *tokens,
+                                const ferrum_tensor *xs, ferrum_state **out_states, ferrum_buffer **out_ys) {
+    return guard([&] {
+        required(out_states, "out_states");
+        required(out_ys, "out_ys");
+        Call call = run(unwrap(attention), *required(weights, "weights"), form, participants,
+                        required(states, "states"), required(tokens, "tokens"), required(xs, "xs"));
+        for (Ref<State> &state : call.states) *out_states++ = reinterpret_cast<ferrum_state *>(state.detach());
+        for (Ref<Buffer> &y : call.outputs) *out_ys++ = reinterpret_cast<ferrum_buffer *>(y.detach());
+    });
+}
+
+int32_t ferrum_attention_plan(ferrum_attention *attention, const ferrum_plan_request *request, ferrum_plan **out_plan) {
+    return guard([&] {
+        required(required(request, "request")->starts, "request.starts");
+        required(request->tokens, "request.tokens");
+        *required(out_plan, "out_plan") =
+            reinterpret_cast<ferrum_plan *>(plan_causal_attention(unwrap(attention)->shape, *request).detach());
+    });
+}
+
+void ferrum_plan_release(ferrum_plan *plan) {
+    if (plan) reinterpret_cast<AttentionPlan *>(plan)->release();
+}
+
+int32_t ferrum_plan_describe(ferrum_plan *plan, ferrum_plan_summary *out_summary) {
+    return guard([&] {
+        *required(out_summary, "out_summary") = reinterpret_cast<AttentionPlan *>(required(plan, "plan"))->summary;
+    });
+}
+
+int32_t ferrum_plan_launch(ferrum_plan *plan, uint32_t index, ferrum_launch *out_launch) {
+    return guard([&] {
+        const auto &launches = reinterpret_cast<AttentionPlan *>(required(plan, "plan"))->launches;
+        if (index >= launches.size())
+            fail(FERRUM_INVALID_ARGUMENT, "index: expected less than %zu, got %u", launches.size(), index);
+        *required(out_launch, "out_launch") = launches[index];
+    });
+}
+
+int32_t ferrum_plan_resource(ferrum_plan *plan, uint32_t index, ferrum_resource *out_resource) {
+    return guard([&] {
+        const auto &resources = reinterpret_cast<AttentionPlan *>(required(plan, "plan"))->resources;
+        if (index >= resources.size())
+            fail(FERRUM_INVALID_ARGUMENT, "index: expected less than %zu, got %u", resources.size(), index);
+        *required(out_resource, "out_resource") = resources[index];
+    });
+}

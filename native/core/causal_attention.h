@@ -1,0 +1,57 @@
+// Causal paged attention: the validated configuration and the pure plan of a call.
+#pragma once
+
+#include <array>
+
+#include "arena.h"
+#include "launch.h"
+
+namespace ferrum {
+
+struct AttentionShape : ferrum_attention_config {
+    KVLayout layout;
+
+    uint64_t query_features() const { return uint64_t(query_heads) * head_dim; }
+    uint64_t query_projection_features() const { return query_features() * (output_gate ? 2 : 1); }
+    uint64_t key_value_features() const { return uint64_t(key_value_heads) * head_dim; }
+    uint64_t maximum_pages() const { return layout.pages(maximum_context_tokens); }
+    // Validates every rule of the configuration.
+    static AttentionShape make(const ferrum_attention_config &config);
+};
+
+class Attention : public RefCounted {
+   public:
+    Attention(Ref<Device> device, const ferrum_attention_config &config, const double *inverse_frequencies);
+    Device *device() const { return device_.get(); }
+    const AttentionShape shape;
+    Ref<Buffer> rope;  // rows of (cos, sin) pairs: FERRUM_ROPE_LOW low positions, then multiples of FERRUM_ROPE_LOW
+
+   private:
+    Counted counted_{live_counts.attentions};
+    Ref<Device> device_;
+};
+
+// Scratch of a call: seven regions, each a row per token of all participants, rows aligned (FACTS A.8).
+struct ScratchLayout {
+    enum Region { normalized, query_raw, key_raw, value_raw, query, context, projected, region_count };
+    uint64_t offset[region_count];
+    uint32_t stride[region_count];  // elements between tokens
+    uint64_t bytes_per_token;
+    uint64_t bytes;
+
+    ScratchLayout(const AttentionShape &shape, uint64_t total_tokens);
+    uint64_t at(Region region, uint64_t token) const { return offset[region] + token * stride[region] * 2; }
+};
+
+struct AttentionPlan : public RefCounted {
+    Counted counted{live_counts.plans};
+    ferrum_plan_summary summary{};
+    std::vector<ferrum_launch> launches;
+    std::vector<ferrum_resource> resources;
+    std::vector<uint64_t> page_table_offsets;  // bytes, per participant
+};
+
+// Pure: a function of its arguments. Reads no state, arena or buffer.
+Ref<AttentionPlan> plan_causal_attention(const AttentionShape &shape, const ferrum_plan_request &request);
+
+}  // namespace ferrum

@@ -1,0 +1,426 @@
+// Causal attention over pages: the CPU kernels of prepare and attention, and of moving keys and values.
+//
+// Order of every sum, which makes a row's bits depend on its own query and on absolute key positions alone:
+//   score      over dims, in order, one key a lane
+//   span       (ferrum_kv_span_end) largest score; sum of exponentials in 16 lanes by position in the span;
+//              weighted values over keys, in order
+//   context    spans combined in order by online softmax
+// Work is split over key heads, blocks of query tokens and, for few tokens over a long context, spans; a split only
+// decides who computes a span, never what is in it.
+#include "../include/ferrum_kv_layout.h"
+#include "kernels.h"
+#include "simd.h"
+
+namespace ferrum::cpu::FERRUM_CPU_ISA {
+
+namespace {
+
+using Params = ferrum_causal_attention_params;
+
+half *page_of(const uint64_t *pages, uint32_t tokens_per_page, uint32_t position) {
+    return (half *)pages[position / tokens_per_page];
+}
+
+// ---- Prepare
+
+// cos and sin at `position` for every pair, from the two halves of the rotary table.
+void rotation(const float *table, uint32_t pairs, uint32_t position, float *cosine, float *sine) {
+    const float *low = table + (uint64_t)(position % FERRUM_ROPE_LOW) * pairs * 2;
+    const float *high = table + (uint64_t)(FERRUM_ROPE_LOW + position / FERRUM_ROPE_LOW) * pairs * 2;
+    for (uint32_t i = 0; i < pairs; i++) {
+        cosine[i] = low[2 * i] * high[2 * i] - low[2 * i + 1] * high[2 * i + 1];
+        sine[i] = low[2 * i + 1] * high[2 * i] + low[2 * i] * high[2 * i + 1];
+    }
+}
+
+// Norm (optional) and rotation of one head: `out` float32 [head_dim].
+void prepare_head(const Params &p, const half *raw, const void *norm, bool norm_f32, bool interleaved,
+                  const float *cosine, const float *sine, float *out) {
+    for (uint32_t i = 0; i < p.head_dim; i += kLanes)
+        store_up_to(out + i, load_up_to(raw + i, p.head_dim - i), p.head_dim - i);
+    if (norm) {
+        f32x16 squares = splat(0.0f);
+        for (uint32_t i = 0; i < p.head_dim; i += kLanes) {
+            const f32x16 v = load_up_to(out + i, p.head_dim - i);
+            squares = fma(v, v, squares);
+        }
+        const f32x16 scale = splat(1.0f / __builtin_sqrtf(sum(squares) / (float)p.head_dim + p.epsilon));
+        for (uint32_t i = 0; i < p.head_dim; i += kLanes) {
+            const uint64_t left = p.head_dim - i;
+            const f32x16 weight =
+                norm_f32 ? load_up_to((const float *)norm + i, left) : load_up_to((const half *)norm + i, left);
+            store_up_to(out + i, load_up_to(out + i, left) * scale * weight, left);
+        }
+    }
+    const uint32_t pairs = p.rope_dim / 2;
+    const uint32_t step = interleaved ? 2 : 1, partner = interleaved ? 1 : pairs;
+    for (uint32_t i = 0; i < pairs; i++) {
+        const float x0 = out[i * step], x1 = out[i * step + partner];
+        out[i * step] = x0 * cosine[i] - x1 * sine[i];
+        out[i * step + partner] = x1 * cosine[i] + x0 * sine[i];
+    }
+}
+
+void write_key(half *page, const Params &p, uint32_t head, uint32_t slot, const float *key) {
+    half *to = page + ferrum_kv_head(p.tokens_per_page, p.head_dim, head) + ferrum_kv_key(p.head_dim, slot);
+    const uint32_t width = ferrum_kv_tile_width(p.tokens_per_page, slot);
+    for (uint32_t d = 0; d < p.head_dim; d++) to[d * width] = (half)key[d];
+}
+
+// ---- Attention
+
+// One thread's working memory for the rows of a block: row = token of the block * group + query head of the group.
+struct Workspace {
+    float *query;                                  // [rows][padded_dim], scaled
+    float *scores;                                 // [rows][kScoreStride]
+    float *acc;                                    // [rows][padded_dim]: running weighted values
+    float *part;                                   // [rows][padded_dim]: the span's
+    float *most, *total, *span_most, *span_total;  // [rows]
+    float *keys;                                   // [head_dim][16]
+    float *values;                                 // [16][padded_dim]
+};
+constexpr uint32_t kScoreStride = FERRUM_SPAN_TOKENS + 16;  // a tile may start anywhere in a span
+
+Workspace workspace(uint8_t *memory, uint32_t rows, uint32_t padded_dim) {
+    float *at = (float *)memory;
+    auto take = [&](uint64_t count) {
+        float *taken = at;
+        at += count;
+        return taken;
+    };
+    const uint64_t wide = (uint64_t)rows * padded_dim;
+    Workspace w;
+    w.query = take(wide);
+    w.acc = take(wide);
+    w.part = take(wide);
+    w.scores = take((uint64_t)rows * kScoreStride);
+    w.keys = take(16 * padded_dim);
+    w.values = take(16 * padded_dim);
+    w.most = take(rows);
+    w.total = take(rows);
+    w.span_most = take(rows);
+    w.span_total = take(rows);
+    return w;
+}
+
+struct Range {
+    uint32_t begin, end;
+};
+
+struct Block {
+    const Params &p;
+    const AttentionTemp &temp;
+    const uint64_t *pages;
+    Workspace w;
+    uint32_t kv_head, first_token, tokens;
+
+    uint32_t rows() const { return tokens * temp.group; }
+    uint32_t position(uint32_t token) const { return p.position_start + first_token + token; }
+    // Keys in [begin, end) that query token `token` of the block sees.
+    Range visible(uint32_t token, Range span) const {
+        const uint32_t at = position(token);
+        const uint32_t from = p.window && at + 1 > p.window ? at + 1 - p.window : 0;
+        return {span.begin > from ? span.begin : from, span.end < at + 1 ? span.end : at + 1};
+    }
+};
+
+// Scores of up to 16 keys in w.keys against kRows rows at once.
+template <int kRows>
+FERRUM_ALWAYS_INLINE void score_rows(const Workspace &w, const Params &p, uint32_t padded_dim, uint32_t row,
+                                     uint32_t at) {
+    f32x16 acc[kRows];
+    FERRUM_UNROLL for (int r = 0; r < kRows; r++) acc[r] = splat(0.0f);
+    for (uint32_t d = 0; d < p.head_dim; d++) {
+        const f32x16 key = load(w.keys + d * 16);
+        FERRUM_UNROLL for (int r = 0; r < kRows; r++) acc[r] =
+            fma(splat(w.query[(row + r) * padded_dim + d]), key, acc[r]);
+    }
+    FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
+        if (p.softcap != 0) {  // cap * tanh(x / cap) = cap * (1 - 2 / (e^(2 x / cap) + 1))
+            const f32x16 e = exp(acc[r] * splat(2.0f / p.softcap));
+            acc[r] = splat(p.softcap) * (splat(1.0f) - splat(2.0f) / (e + splat(1.0f)));
+        }
+        store(w.scores + (row + r) * kScoreStride + at, acc[r]);
+    }
+}
+
+// part[row + r] += sum over keys of probability * value, for the kRows heads of one token.
+template <int kRows>
+FERRUM_ALWAYS_INLINE void weigh_values(const Workspace &w, uint32_t padded_dim, uint32_t row, uint32_t score_at,
+                                       Range keys) {
+    for (uint32_t d = 0; d < padded_dim; d += 4 * kLanes) {
+        const int vectors = padded_dim - d >= 4 * kLanes ? 4 : (int)(padded_dim - d) / kLanes;
+        auto run = [&](auto count) __attribute__((always_inline)) {
+            constexpr int kVectors = decltype(count)::value;
+            f32x16 acc[kRows][kVectors];
+            FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int v = 0; v < kVectors; v++) acc[r][v] =
+                load(w.part + (row + r) * padded_dim + d + v * kLanes);
+            for (uint32_t j = keys.begin; j < keys.end; j++) {
+                f32x16 value[kVectors];
+                FERRUM_UNROLL for (int v = 0; v < kVectors; v++) value[v] =
+                    load(w.values + j * padded_dim + d + v * kLanes);
+                FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
+                    const f32x16 weight = splat(w.scores[(row + r) * kScoreStride + score_at + j]);
+                    FERRUM_UNROLL for (int v = 0; v < kVectors; v++) acc[r][v] = fma(weight, value[v], acc[r][v]);
+                }
+            }
+            FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int v = 0; v < kVectors; v++)
+                store(w.part + (row + r) * padded_dim + d + v * kLanes, acc[r][v]);
+        };
+        switch (vectors) {
+            case 4:
+                run(Constant<4>());
+                break;
+            case 3:
+                run(Constant<3>());
+                break;
+            case 2:
+                run(Constant<2>());
+                break;
+            default:
+                run(Constant<1>());
+                break;
+        }
+    }
+}
+
+// The span's largest score, sum of exponentials and weighted values, for every row of the block that sees some of it;
+// span_total is 0 for a row that sees none.
+void attend_span(const Block &block, Range span) {
+    const Params &p = block.p;
+    const Workspace &w = block.w;
+    const uint32_t dim = p.head_dim, padded = block.temp.padded_dim, rows = block.rows(), group = block.temp.group;
+    const uint32_t head = ferrum_kv_head(p.tokens_per_page, dim, block.kv_head);
+    // Keys that any row sees; slots outside are never touched.
+    const Range seen = {block.visible(0, span).begin, block.visible(block.tokens - 1, span).end};
+
+    // Tiles start where the pages say, so the first and the last may reach outside `seen`.
+    auto each_tile = [&](auto body) __attribute__((always_inline)) {
+        for (uint32_t at = seen.begin; at < seen.end;) {
+            const uint32_t slot = at % p.tokens_per_page;
+            const uint32_t width = ferrum_kv_tile_width(p.tokens_per_page, slot), skipped = slot % FERRUM_KEY_TILE;
+            const uint32_t end = at - skipped + width < seen.end ? at - skipped + width : seen.end;
+            body(page_of(block.pages, p.tokens_per_page, at) + head, slot, width, Range{at, end});
+            at = end;
+        }
+    };
+
+    each_tile([&](const half *base, uint32_t slot, uint32_t width, Range keys) {
+        const half *from = base + ferrum_kv_key(dim, slot);
+        const uint32_t count = keys.end - keys.begin;
+        if (count == FERRUM_KEY_TILE)
+            for (uint32_t d = 0; d < dim; d++) store(w.keys + d * 16, load(from + d * width));
+        else
+            for (uint32_t d = 0; d < dim; d++) store(w.keys + d * 16, load_some(from + d * width, (int)count));
+        const uint32_t at = keys.begin - span.begin;
+        uint32_t row = 0;
+        for (; row + 4 <= rows; row += 4) score_rows<4>(w, p, padded, row, at);
+        for (; row < rows; row++) score_rows<1>(w, p, padded, row, at);
+    });
+
+    for (uint32_t row = 0; row < rows; row++) {
+        const Range keys = block.visible(row / group, span);
+        w.span_total[row] = 0;
+        if (keys.begin >= keys.end) continue;
+        float *scores = w.scores + row * kScoreStride;
+        const uint32_t from = keys.begin - span.begin, to = keys.end - span.begin;
+        const uint32_t start = from / kLanes * kLanes, stop = (uint32_t)align_up(to, kLanes);
+        for (uint32_t i = start; i < from; i++) scores[i] = -__builtin_inff();
+        for (uint32_t i = to; i < stop; i++) scores[i] = -__builtin_inff();
+        f32x16 top = splat(-__builtin_inff());
+        for (uint32_t i = start; i < stop; i += kLanes) top = max(load(scores + i), top);
+        const float most = largest(top);
+        f32x16 total = splat(0.0f);
+        for (uint32_t i = start; i < stop; i += kLanes) {
+            const f32x16 e = exp(load(scores + i) - splat(most));
+            total = total + e;
+            store(scores + i, e);
+        }
+        w.span_most[row] = most;
+        w.span_total[row] = sum(total);
+    }
+
+    memset(w.part, 0, (uint64_t)rows * padded * sizeof(float));
+    each_tile([&](const half *base, uint32_t slot, uint32_t, Range keys) {
+        const half *from = base + ferrum_kv_value(p.tokens_per_page, dim, slot);
+        for (uint32_t j = 0; j < keys.end - keys.begin; j++)
+            for (uint32_t d = 0; d < dim; d += kLanes)
+                store(w.values + j * padded + d, load_up_to(from + j * dim + d, dim - d));
+        for (uint32_t token = 0; token < block.tokens; token++) {
+            Range own = block.visible(token, keys);
+            if (own.begin >= own.end) continue;
+            own = {own.begin - keys.begin, own.end - keys.begin};
+            const uint32_t at = keys.begin - span.begin, last = (token + 1) * group;
+            uint32_t row = token * group;
+            for (; row + 3 <= last; row += 3) weigh_values<3>(w, padded, row, at, own);
+            for (; row < last; row++) weigh_values<1>(w, padded, row, at, own);
+        }
+    });
+}
+
+// Online softmax: adds a span to what earlier spans gave. total == 0 stands for "nothing yet".
+void combine(float &most, float &total, float *acc, float span_most, float span_total, const float *part,
+             uint32_t padded) {
+    if (span_total == 0) return;
+    if (total == 0) {
+        most = span_most;
+        total = span_total;
+        memcpy(acc, part, padded * sizeof(float));
+        return;
+    }
+    const float top = most > span_most ? most : span_most;
+    float factors[kLanes] = {most - top, span_most - top};
+    store(factors, exp(load(factors)));
+    total = __builtin_fmaf(total, factors[0], span_total * factors[1]);
+    for (uint32_t d = 0; d < padded; d += kLanes)
+        store(acc + d, fma(load(acc + d), splat(factors[0]), load(part + d) * splat(factors[1])));
+    most = top;
+}
+
+// context = acc / total, times the sigmoid of the gate.
+void finish_row(const Call &call, uint32_t token, uint32_t query_head, const float *acc, float total) {
+    const auto &p = call.params<Params>();
+    const half *gate = call.at<const half>(FERRUM_ATTENTION_QUERY_RAW) + (uint64_t)token * p.query_raw_stride +
+                       (uint64_t)query_head * p.query_head_stride + p.head_dim;
+    half *out =
+        call.at<half>(FERRUM_ATTENTION_CONTEXT) + (uint64_t)token * p.query_stride + (uint64_t)query_head * p.head_dim;
+    for (uint32_t d = 0; d < p.head_dim; d += kLanes) {
+        f32x16 value = load(acc + d) / splat(total);
+        if (call.constant(FERRUM_CONSTANT_OUTPUT_GATE)) value = value * sigmoid(load_up_to(gate + d, p.head_dim - d));
+        store_up_to(out + d, value, p.head_dim - d);
+    }
+}
+
+Block make_block(const Call &call, const Worker &worker, const AttentionTemp &temp, uint32_t kv_head, uint32_t index) {
+    const auto &p = call.params<Params>();
+    const uint32_t first = index * temp.block_tokens;
+    const uint32_t tokens = p.tokens - first < temp.block_tokens ? p.tokens - first : temp.block_tokens;
+    Block block{p,
+                temp,
+                call.at<const uint64_t>(FERRUM_ATTENTION_PAGES),
+                workspace(call.temp + temp.workspace + worker.index() * temp.workspace_bytes,
+                          temp.group * temp.block_tokens, temp.padded_dim),
+                kv_head,
+                first,
+                tokens};
+    for (uint32_t row = 0; row < block.rows(); row++) {
+        const half *from = call.at<const half>(FERRUM_ATTENTION_QUERY) +
+                           (uint64_t)(first + row / temp.group) * p.query_stride +
+                           (uint64_t)(kv_head * temp.group + row % temp.group) * p.head_dim;
+        for (uint32_t d = 0; d < p.head_dim; d += kLanes)
+            store(block.w.query + row * temp.padded_dim + d, load_up_to(from + d, p.head_dim - d) * splat(p.scale));
+    }
+    return block;
+}
+
+Range whole(const Block &block) {
+    return {block.visible(0, {0, UINT32_MAX}).begin, block.position(block.tokens - 1) + 1};
+}
+
+// The part of [at, end) in the span of `at`, and where that span begins: positions in it count from there.
+Range span_of(const Params &p, uint32_t at) {
+    const uint32_t end = (uint32_t)ferrum_kv_span_end(p.tokens_per_page, at);
+    const uint32_t page = at / p.tokens_per_page * p.tokens_per_page;
+    if (p.tokens_per_page <= FERRUM_SPAN_TOKENS)
+        return {end - p.tokens_per_page * (FERRUM_SPAN_TOKENS / p.tokens_per_page), end};
+    return {page + (at - page) / FERRUM_SPAN_TOKENS * FERRUM_SPAN_TOKENS, end};
+}
+
+}  // namespace
+
+void causal_attention_prepare_f16(const Call &call, Worker &worker) {
+    const auto &p = call.params<Params>();
+    const bool interleaved = call.constant(FERRUM_CONSTANT_ROPE_INTERLEAVED);
+    const void *query_norm =
+        call.constant(FERRUM_CONSTANT_QUERY_NORM) ? call.slots[FERRUM_PREPARE_QUERY_NORM] : nullptr;
+    const void *key_norm = call.constant(FERRUM_CONSTANT_KEY_NORM) ? call.slots[FERRUM_PREPARE_KEY_NORM] : nullptr;
+    const auto *pages = call.at<const uint64_t>(FERRUM_PREPARE_PAGES);
+    worker.for_each(p.tokens, 1, [&](uint64_t token) {
+        float cosine[FERRUM_MAX_HEAD_DIM / 2], sine[FERRUM_MAX_HEAD_DIM / 2], head[FERRUM_MAX_HEAD_DIM];
+        const uint32_t position = p.position_start + (uint32_t)token, slot = position % p.tokens_per_page;
+        rotation(call.at<const float>(FERRUM_PREPARE_ROPE), p.rope_dim / 2, position, cosine, sine);
+        for (uint32_t h = 0; h < p.query_heads; h++) {
+            prepare_head(p,
+                         call.at<const half>(FERRUM_PREPARE_QUERY_RAW) + token * p.query_raw_stride +
+                             (uint64_t)h * p.query_head_stride,
+                         query_norm, call.constant(FERRUM_CONSTANT_QUERY_NORM_F32), interleaved, cosine, sine, head);
+            half *out = call.at<half>(FERRUM_PREPARE_QUERY) + token * p.query_stride + (uint64_t)h * p.head_dim;
+            for (uint32_t d = 0; d < p.head_dim; d += kLanes)
+                store_up_to(out + d, load_up_to(head + d, p.head_dim - d), p.head_dim - d);
+        }
+        half *page = page_of(pages, p.tokens_per_page, position);
+        for (uint32_t h = 0; h < p.key_value_heads; h++) {
+            const uint64_t from = token * p.key_value_stride + (uint64_t)h * p.head_dim;
+            prepare_head(p, call.at<const half>(FERRUM_PREPARE_KEY_RAW) + from, key_norm,
+                         call.constant(FERRUM_CONSTANT_KEY_NORM_F32), interleaved, cosine, sine, head);
+            write_key(page, p, h, slot, head);
+            memcpy(page + ferrum_kv_head(p.tokens_per_page, p.head_dim, h) +
+                       ferrum_kv_value(p.tokens_per_page, p.head_dim, slot),
+                   call.at<const half>(FERRUM_PREPARE_VALUE_RAW) + from, p.head_dim * sizeof(half));
+        }
+    });
+}
+
+void causal_attention_f16(const Call &call, Worker &worker) {
+    const auto &p = call.params<Params>();
+    const AttentionTemp temp = attention_temp(p, call.threads);
+    const uint32_t padded = temp.padded_dim;
+    if (!temp.split) {
+        worker.for_each((uint64_t)temp.blocks * p.key_value_heads, 1, [&](uint64_t item) {
+            // The longest contexts first, so that no thread is left with one at the end.
+            const uint32_t index = temp.blocks - 1 - (uint32_t)(item / p.key_value_heads);
+            const Block block = make_block(call, worker, temp, (uint32_t)(item % p.key_value_heads), index);
+            const Workspace &w = block.w;
+            memset(w.total, 0, block.rows() * sizeof(float));
+            const Range all = whole(block);
+            for (uint32_t at = all.begin; at < all.end;) {
+                const Range span = span_of(p, at);
+                attend_span(block, span);
+                for (uint32_t row = 0; row < block.rows(); row++)
+                    combine(w.most[row], w.total[row], w.acc + row * padded, w.span_most[row], w.span_total[row],
+                            w.part + row * padded, padded);
+                at = span.end;
+            }
+            for (uint32_t row = 0; row < block.rows(); row++)
+                finish_row(call, block.first_token + row / temp.group, block.kv_head * temp.group + row % temp.group,
+                           w.acc + row * padded, w.total[row]);
+        });
+        return;
+    }
+    // A partial is [padded values, largest score, sum, 14 unused floats], kept per query token, head and span.
+    float *partials = (float *)(call.temp + temp.partials);
+    const uint64_t size = padded + 16;
+    const uint32_t first = p.window && p.position_start + 1 > p.window ? p.position_start + 1 - p.window : 0;
+    auto partial = [&](uint32_t token, uint32_t query_head, uint32_t span) {
+        return partials + (((uint64_t)token * p.query_heads + query_head) * temp.spans + span) * size;
+    };
+    worker.for_each((uint64_t)temp.blocks * p.key_value_heads * temp.spans, 1, [&](uint64_t item) {
+        const uint32_t index = (uint32_t)(item % temp.spans), pair = (uint32_t)(item / temp.spans);
+        const Block block = make_block(call, worker, temp, pair % p.key_value_heads, pair / p.key_value_heads);
+        uint32_t at = first;
+        for (uint32_t i = 0; i < index; i++) at = span_of(p, at).end;
+        const Range span = span_of(p, at);
+        const bool seen = block.visible(0, span).begin < block.visible(block.tokens - 1, span).end;
+        if (seen) attend_span(block, span);
+        for (uint32_t row = 0; row < block.rows(); row++) {
+            float *out =
+                partial(block.first_token + row / temp.group, block.kv_head * temp.group + row % temp.group, index);
+            out[padded + 1] = seen ? block.w.span_total[row] : 0;
+            if (out[padded + 1] == 0) continue;
+            out[padded] = block.w.span_most[row];
+            memcpy(out, block.w.part + row * padded, padded * sizeof(float));
+        }
+    });
+    worker.barrier();
+    worker.for_each((uint64_t)p.tokens * p.query_heads, 1, [&](uint64_t item) {
+        const uint32_t token = (uint32_t)(item / p.query_heads), head = (uint32_t)(item % p.query_heads);
+        float acc[FERRUM_MAX_HEAD_DIM], most = 0, total = 0;
+        for (uint32_t span = 0; span < temp.spans; span++) {
+            const float *part = partial(token, head, span);
+            combine(most, total, acc, part[padded], part[padded + 1], part, padded);
+        }
+        finish_row(call, token, head, acc, total);
+    });
+}
+
+}  // namespace ferrum::cpu::FERRUM_CPU_ISA

@@ -1,0 +1,249 @@
+// The CPU device: memory, and the interpreter of launches.
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+
+#include "../core/arena.h"
+#include "kernels.h"
+#include "pool.h"
+
+namespace ferrum {
+
+namespace cpu {
+
+namespace {
+
+// Freed blocks by size class, kept for the next call of the same shape: fresh pages from the system cost a fault each.
+class BlockCache {
+   public:
+    ~BlockCache() {
+        for (auto &[size, blocks] : free_)
+            for (void *block : blocks) free(block);
+    }
+    static uint64_t size_class(uint64_t bytes) {
+        uint64_t power = 256;
+        while (power < bytes) power *= 2;
+        const uint64_t step = std::max<uint64_t>(power / 8, 256);
+        return (std::max<uint64_t>(bytes, 1) + step - 1) / step * step;
+    }
+    void *take(uint64_t size) {
+        {
+            std::lock_guard lock(mutex_);
+            auto found = free_.find(size);
+            if (found != free_.end() && !found->second.empty()) {
+                void *block = found->second.back();
+                found->second.pop_back();
+                cached_ -= size;
+                return block;
+            }
+        }
+        void *block = nullptr;
+        if (posix_memalign(&block, 64, size)) throw std::bad_alloc();
+        return block;
+    }
+    void give(void *block, uint64_t size) {
+        {
+            std::lock_guard lock(mutex_);
+            if (cached_ + size <= kMostCached) {
+                free_[size].push_back(block);
+                cached_ += size;
+                return;
+            }
+        }
+        free(block);
+    }
+
+   private:
+    static constexpr uint64_t kMostCached = 256 << 20;
+    std::mutex mutex_;
+    std::map<uint64_t, std::vector<void *>> free_;
+    uint64_t cached_ = 0;
+};
+
+class CpuDevice;
+
+class OwnedBuffer : public Buffer {
+   public:
+    OwnedBuffer(CpuDevice *device, uint64_t bytes);
+    ~OwnedBuffer() override;
+    void *host() override { return data_; }
+    uint64_t device_address() override { return uint64_t(data_); }
+
+   private:
+    CpuDevice *cpu_;
+    uint64_t size_;
+    void *data_;
+};
+
+class WrappedBuffer : public Buffer {
+   public:
+    WrappedBuffer(Device *device, const void *data, uint64_t bytes)
+        : Buffer(device, bytes), data_(const_cast<void *>(data)) {}
+    void *host() override { return data_; }
+    uint64_t device_address() override { return uint64_t(data_); }
+
+   private:
+    void *data_;
+};
+
+class MappedSlab : public Slab {
+   public:
+    explicit MappedSlab(uint64_t bytes) : bytes_(bytes) {
+        data_ = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (data_ == MAP_FAILED) throw std::bad_alloc();
+    }
+    ~MappedSlab() override { munmap(data_, bytes_); }
+    uint8_t *host() override { return static_cast<uint8_t *>(data_); }
+    uint64_t device_address() override { return uint64_t(data_); }
+
+   private:
+    void *data_;
+    uint64_t bytes_;
+};
+
+struct InstructionSet {
+    const char *name;
+    const KernelFunction *kernels;
+    bool available;
+};
+
+std::vector<InstructionSet> instruction_sets() {
+    return {
+#if defined(__x86_64__)
+        {"avx512", avx512::kernels,
+         __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+             __builtin_cpu_supports("avx512vnni")},
+        {"avx2", avx2::kernels,
+         __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")},
+#endif
+        {"portable", portable::kernels, true},
+    };
+}
+
+InstructionSet choose(const char *wanted) {
+    const std::string name = wanted ? wanted : "";
+    std::string known;
+    for (const InstructionSet &set : instruction_sets()) {
+        if (set.available && (name.empty() || name == set.name)) return set;
+        if (set.available) known += std::string(known.empty() ? "" : ", ") + set.name;
+    }
+    fail(FERRUM_DEVICE_ERROR, "[device] instruction_set: this machine has %s, got \"%s\"", known.c_str(), name.c_str());
+}
+
+unsigned available_threads() {
+#if defined(__linux__)
+    cpu_set_t set;
+    if (sched_getaffinity(0, sizeof(set), &set) == 0) return unsigned(std::max(1, CPU_COUNT(&set)));
+#endif
+    return std::max(1u, std::thread::hardware_concurrency());
+}
+
+class CpuDevice : public Device {
+   public:
+    explicit CpuDevice(const ferrum_device_options &options)
+        : set_(choose(options.instruction_set)),
+          pool_(std::make_unique<Pool>(options.threads ? std::min(options.threads, 256u) : available_threads())) {
+        open_arena(options.arena_limit_bytes, options.poison);
+    }
+    ~CpuDevice() override {
+        if (forked()) pool_->abandon();
+    }
+
+    Ref<Buffer> allocate(uint64_t bytes) override { return Ref<OwnedBuffer>::adopt(new OwnedBuffer(this, bytes)); }
+    Ref<Buffer> wrap(const void *data, uint64_t bytes) override {
+        return Ref<WrappedBuffer>::adopt(new WrappedBuffer(this, data, bytes));
+    }
+    std::unique_ptr<Slab> allocate_slab(uint64_t bytes) override { return std::make_unique<MappedSlab>(bytes); }
+    void wait() override {}  // submit returns when the work is done
+    ferrum_device_summary describe() const override {
+        return {"cpu", set_.name, pool_->threads(), 0, machine_memory_bytes()};
+    }
+
+    void submit(Submission &&work) override {
+        std::vector<Call> calls(work.launches.size());
+        std::vector<uint64_t> offsets(work.launches.size());
+        uint64_t at = 0, most = 0;
+        for (size_t i = 0; i < calls.size(); i++) {
+            const ferrum_launch &launch = work.launches[i];
+            Call &call = calls[i];
+            call = {&launch, {}, nullptr, false, pool_->threads()};
+            for (uint32_t b = 0; b < launch.binding_count; b++) {
+                const ferrum_binding &binding = launch.bindings[b];
+                const Resource &resource = work.resources[binding.resource];
+                call.slots[binding.slot] =
+                    static_cast<uint8_t *>(resource.buffer->host()) + resource.offset + binding.offset;
+            }
+            // Launches that may overlap have temporary memory of their own, but projections of one input share it.
+            if (launch.barrier) at = 0;
+            offsets[i] = at;
+            if (i && !launch.barrier && same_input(calls[i - 1], call)) {
+                offsets[i] = offsets[i - 1];
+                call.temp_is_ready = true;
+            }
+            at = std::max(at, offsets[i] + align_up(temp_bytes(launch, pool_->threads()), 64));
+            most = std::max(most, at);
+        }
+        std::lock_guard lock(run_);
+        if (temp_size_ < most) {
+            temp_ = std::unique_ptr<uint8_t, decltype(&free)>(
+                static_cast<uint8_t *>(blocks.take(BlockCache::size_class(most))), &free);
+            temp_size_ = BlockCache::size_class(most);
+        }
+        for (size_t i = 0; i < calls.size(); i++) calls[i].temp = temp_.get() + offsets[i];
+        struct Job {
+            const CpuDevice *device;
+            const std::vector<Call> *calls;
+        } job{this, &calls};
+        pool_->run(
+            [](void *context, Worker &worker) {
+                const Job &job = *static_cast<Job *>(context);
+                for (const Call &call : *job.calls) {
+                    if (call.launch->barrier) worker.barrier();
+                    job.device->set_.kernels[call.launch->kernel](call, worker);
+                }
+            },
+            &job, unsigned(calls.size()) * kLoopsPerLaunch);
+    }
+
+    BlockCache blocks;
+
+   private:
+    // Both multiply the same rows, prepared in the same way; the second finds them ready.
+    bool same_input(const Call &first, const Call &second) const {
+        if (!is_linear(first.launch->kernel) || !is_linear(second.launch->kernel)) return false;
+        const auto &a = first.params<ferrum_linear_params>(), &b = second.params<ferrum_linear_params>();
+        return first.slots[FERRUM_LINEAR_X] == second.slots[FERRUM_LINEAR_X] && a.rows == b.rows &&
+               a.in_features == b.in_features && a.input_stride == b.input_stride &&
+               linear_temp(*first.launch, 1).fixed_point == linear_temp(*second.launch, 1).fixed_point;
+    }
+
+    const InstructionSet set_;
+    std::unique_ptr<Pool> pool_;
+    std::mutex run_;
+    std::unique_ptr<uint8_t, decltype(&free)> temp_{nullptr, &free};
+    uint64_t temp_size_ = 0;
+};
+
+OwnedBuffer::OwnedBuffer(CpuDevice *device, uint64_t bytes)
+    : Buffer(device, bytes), cpu_(device), size_(BlockCache::size_class(bytes)), data_(device->blocks.take(size_)) {}
+
+OwnedBuffer::~OwnedBuffer() {
+    if (cpu_->forked()) return;  // the cache's lock may have been held by a thread that is not in the child
+    if (cpu_->poison()) memset(data_, 0xff, size_);
+    cpu_->blocks.give(data_, size_);
+}
+
+}  // namespace
+
+}  // namespace cpu
+
+Ref<Device> open_cpu_device(const ferrum_device_options &options) {
+    return Ref<cpu::CpuDevice>::adopt(new cpu::CpuDevice(options));
+}
+
+}  // namespace ferrum

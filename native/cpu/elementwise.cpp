@@ -1,0 +1,150 @@
+// Norms, residuals, SwiGLU and embeddings.
+#include "blocks.h"
+#include "kernels.h"
+
+namespace ferrum::cpu::FERRUM_CPU_ISA {
+
+namespace {
+
+template <class X>
+void rms_norm(const Call &call, Worker &worker) {
+    const auto &p = call.params<ferrum_rms_norm_params>();
+    worker.for_each(p.rows, 4, [&](uint64_t row) {
+        const X *x = call.at<const X>(FERRUM_RMS_NORM_X) + row * p.width;
+        half *y = call.at<half>(FERRUM_RMS_NORM_Y) + row * p.output_stride;
+        f32x16 squares = splat(0.0f);
+        for (uint32_t i = 0; i < p.width; i += kLanes) {
+            const f32x16 v = load_up_to(x + i, p.width - i);
+            squares = fma(v, v, squares);
+        }
+        const f32x16 scale = splat(1.0f / __builtin_sqrtf(sum(squares) / (float)p.width + p.epsilon));
+        for (uint32_t i = 0; i < p.width; i += kLanes) {
+            const uint64_t left = p.width - i;
+            const f32x16 weight = call.constant(FERRUM_CONSTANT_NORM_F32)
+                                      ? load_up_to(call.at<const float>(FERRUM_RMS_NORM_WEIGHT) + i, left)
+                                      : load_up_to(call.at<const half>(FERRUM_RMS_NORM_WEIGHT) + i, left);
+            store_up_to(y + i, load_up_to(x + i, left) * scale * weight, left);
+        }
+    });
+}
+
+template <class X>
+void residual_add(const Call &call, Worker &worker) {
+    const auto &p = call.params<ferrum_residual_add_params>();
+    worker.for_each(p.rows, 8, [&](uint64_t row) {
+        const X *x = call.at<const X>(FERRUM_RESIDUAL_ADD_X) + row * p.width;
+        const half *branch = call.at<const half>(FERRUM_RESIDUAL_ADD_BRANCH) + row * p.branch_stride;
+        X *y = call.at<X>(FERRUM_RESIDUAL_ADD_Y) + row * p.width;
+        for (uint32_t i = 0; i < p.width; i += kLanes) {
+            const uint64_t left = p.width - i;
+            store_up_to(y + i, load_up_to(x + i, left) + load_up_to(branch + i, left), left);
+        }
+    });
+}
+
+void put(const Call &call, uint64_t at, f32x16 value, uint64_t count) {
+    if (call.constant(FERRUM_CONSTANT_OUTPUT_F32))
+        store_up_to(call.at<float>(FERRUM_EMBED_Y) + at, value, count);
+    else
+        store_up_to(call.at<half>(FERRUM_EMBED_Y) + at, value, count);
+}
+
+// Calls body(weight row, first element of the output row) for every token.
+template <class Body>
+void embed_rows(const Call &call, Worker &worker, Body &&body) {
+    const auto &p = call.params<ferrum_embed_params>();
+    worker.for_each(p.rows, 8, [&](uint64_t row) {
+        const int32_t token = call.at<const int32_t>(FERRUM_EMBED_TOKENS)[row];
+        body(call.at<const uint8_t>(FERRUM_EMBED_WEIGHT) + (uint64_t)token * p.weight_row_bytes, row * p.width);
+    });
+}
+
+template <class F>
+void embed_dense(const Call &call, Worker &worker) {
+    const uint32_t width = call.params<ferrum_embed_params>().width;
+    embed_rows(call, worker, [&](const uint8_t *weights, uint64_t at) {
+        for (uint32_t i = 0; i < width; i += kLanes) put(call, at + i, F::elements(weights, i, width - i), width - i);
+    });
+}
+
+template <class F>
+void embed_blocks(const Call &call, Worker &worker) {
+    const uint32_t width = call.params<ferrum_embed_params>().width;
+    embed_rows(call, worker, [&](const uint8_t *weights, uint64_t at) {
+        for (uint32_t b = 0; b < width / 32; b++) {
+            Block w;
+            F::decode(weights, b, w);
+            float values[32];
+            for (int i = 0; i < 32; i++) values[i] = w.scale[i / F::group] * (float)w.q[i];
+            if (F::has_min)
+                for (int i = 0; i < 32; i++) values[i] += w.min;
+            put(call, at + 32 * b, load(values), kLanes);
+            put(call, at + 32 * b + 16, load(values + 16), kLanes);
+        }
+    });
+}
+
+}  // namespace
+
+void rms_norm_f16(const Call &call, Worker &worker) {
+    rms_norm<half>(call, worker);
+}
+void rms_norm_f32(const Call &call, Worker &worker) {
+    rms_norm<float>(call, worker);
+}
+
+void residual_add_f16(const Call &call, Worker &worker) {
+    residual_add<half>(call, worker);
+}
+void residual_add_f32(const Call &call, Worker &worker) {
+    residual_add<float>(call, worker);
+}
+
+void swiglu_f16(const Call &call, Worker &worker) {
+    constexpr uint64_t kStep = 1024;
+    const uint64_t elements = call.params<ferrum_swiglu_params>().elements;
+    worker.for_each((elements + kStep - 1) / kStep, 1, [&](uint64_t step) {
+        const uint64_t end = (step + 1) * kStep < elements ? (step + 1) * kStep : elements;
+        for (uint64_t i = step * kStep; i < end; i += kLanes) {
+            const f32x16 gate = load_up_to(call.at<const half>(FERRUM_SWIGLU_GATE) + i, end - i);
+            const f32x16 up = load_up_to(call.at<const half>(FERRUM_SWIGLU_UP) + i, end - i);
+            store_up_to(call.at<half>(FERRUM_SWIGLU_Y) + i, gate * sigmoid(gate) * up, end - i);
+        }
+    });
+}
+
+void embed_f32(const Call &call, Worker &worker) {
+    embed_dense<f32>(call, worker);
+}
+void embed_f16(const Call &call, Worker &worker) {
+    embed_dense<f16>(call, worker);
+}
+void embed_bf16(const Call &call, Worker &worker) {
+    embed_dense<bf16>(call, worker);
+}
+void embed_q4_0(const Call &call, Worker &worker) {
+    embed_blocks<q4_0>(call, worker);
+}
+void embed_q4_1(const Call &call, Worker &worker) {
+    embed_blocks<q4_1>(call, worker);
+}
+void embed_q5_0(const Call &call, Worker &worker) {
+    embed_blocks<q5_0>(call, worker);
+}
+void embed_q5_1(const Call &call, Worker &worker) {
+    embed_blocks<q5_1>(call, worker);
+}
+void embed_q8_0(const Call &call, Worker &worker) {
+    embed_blocks<q8_0>(call, worker);
+}
+void embed_q4_k(const Call &call, Worker &worker) {
+    embed_blocks<q4_k>(call, worker);
+}
+void embed_q5_k(const Call &call, Worker &worker) {
+    embed_blocks<q5_k>(call, worker);
+}
+void embed_q6_k(const Call &call, Worker &worker) {
+    embed_blocks<q6_k>(call, worker);
+}
+
+}  // namespace ferrum::cpu::FERRUM_CPU_ISA

@@ -1,0 +1,241 @@
+// Sixteen lanes, whatever the machine's registers hold. Every instruction set computes the same bits: fused
+// multiply-adds are explicit, nothing else is contracted, and the order of a horizontal sum is fixed here.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#define FERRUM_ALWAYS_INLINE inline __attribute__((always_inline))
+#define FERRUM_UNROLL _Pragma("GCC unroll 16")
+
+namespace ferrum::cpu::FERRUM_CPU_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kRegisterLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kRegisterLanes = 8;
+#else
+constexpr int kRegisterLanes = 4;
+#endif
+constexpr int kLanes = 16;
+constexpr int kParts = kLanes / kRegisterLanes;
+
+typedef float FloatRegister __attribute__((vector_size(4 * kRegisterLanes)));
+typedef int32_t IntRegister __attribute__((vector_size(4 * kRegisterLanes)));
+
+struct f32x16 {
+    FloatRegister part[kParts];
+};
+struct i32x16 {
+    IntRegister part[kParts];
+};
+
+// A number known to the compiler, for loops that must unroll.
+template <int kValue>
+struct Constant {
+    static constexpr int value = kValue;
+};
+
+#define FERRUM_EACH(...) FERRUM_UNROLL for (int i = 0; i < kParts; i++) __VA_ARGS__
+
+static FERRUM_ALWAYS_INLINE f32x16 load(const float *from) {
+    f32x16 r;
+    memcpy(&r, from, sizeof(r));
+    return r;
+}
+static FERRUM_ALWAYS_INLINE void store(float *to, f32x16 a) {
+    memcpy(to, &a, sizeof(a));
+}
+static FERRUM_ALWAYS_INLINE i32x16 load(const int32_t *from) {
+    i32x16 r;
+    memcpy(&r, from, sizeof(r));
+    return r;
+}
+static FERRUM_ALWAYS_INLINE f32x16 splat(float value) {
+    f32x16 r;
+    FERRUM_EACH(r.part[i] = value - FloatRegister{});
+    return r;
+}
+static FERRUM_ALWAYS_INLINE i32x16 splat(int32_t value) {
+    i32x16 r;
+    FERRUM_EACH(r.part[i] = value - IntRegister{});
+    return r;
+}
+static FERRUM_ALWAYS_INLINE f32x16 operator+(f32x16 a, f32x16 b) {
+    FERRUM_EACH(a.part[i] += b.part[i]);
+    return a;
+}
+static FERRUM_ALWAYS_INLINE f32x16 operator-(f32x16 a, f32x16 b) {
+    FERRUM_EACH(a.part[i] -= b.part[i]);
+    return a;
+}
+static FERRUM_ALWAYS_INLINE f32x16 operator*(f32x16 a, f32x16 b) {
+    FERRUM_EACH(a.part[i] *= b.part[i]);
+    return a;
+}
+static FERRUM_ALWAYS_INLINE f32x16 operator/(f32x16 a, f32x16 b) {
+    FERRUM_EACH(a.part[i] /= b.part[i]);
+    return a;
+}
+// The larger; the second where one is NaN.
+static FERRUM_ALWAYS_INLINE f32x16 max(f32x16 a, f32x16 b) {
+    FERRUM_EACH(a.part[i] = a.part[i] > b.part[i] ? a.part[i] : b.part[i]);
+    return a;
+}
+// a where a < b, b elsewhere.
+static FERRUM_ALWAYS_INLINE f32x16 min(f32x16 a, f32x16 b) {
+    FERRUM_EACH(a.part[i] = a.part[i] < b.part[i] ? a.part[i] : b.part[i]);
+    return a;
+}
+static FERRUM_ALWAYS_INLINE f32x16 to_float(i32x16 a) {
+    f32x16 r;
+    FERRUM_EACH(r.part[i] = __builtin_convertvector(a.part[i], FloatRegister));
+    return r;
+}
+
+// a * b + c, rounded once.
+static FERRUM_ALWAYS_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
+#if defined(__AVX512F__)
+    c.part[0] = (FloatRegister)_mm512_fmadd_ps((__m512)a.part[0], (__m512)b.part[0], (__m512)c.part[0]);
+#elif defined(__AVX2__)
+    FERRUM_EACH(c.part[i] = (FloatRegister)_mm256_fmadd_ps((__m256)a.part[i], (__m256)b.part[i], (__m256)c.part[i]));
+#elif defined(__aarch64__)
+    FERRUM_EACH(c.part[i] =
+                    (FloatRegister)vfmaq_f32((float32x4_t)c.part[i], (float32x4_t)a.part[i], (float32x4_t)b.part[i]));
+#else
+    FERRUM_EACH({
+        float lanes[kRegisterLanes];
+        for (int j = 0; j < kRegisterLanes; j++) lanes[j] = __builtin_fmaf(a.part[i][j], b.part[i][j], c.part[i][j]);
+        memcpy(&c.part[i], lanes, sizeof(lanes));
+    });
+#endif
+    return c;
+}
+
+// acc + a0 * b0 + a1 * b1 for the pairs of 16-bit integers in each lane; exact while the sum fits 32 bits.
+static FERRUM_ALWAYS_INLINE i32x16 dot_pairs(i32x16 acc, i32x16 a, i32x16 b) {
+#if defined(__AVX512VNNI__)
+    acc.part[0] = (IntRegister)_mm512_dpwssd_epi32((__m512i)acc.part[0], (__m512i)a.part[0], (__m512i)b.part[0]);
+#elif defined(__AVX2__)
+    FERRUM_EACH(acc.part[i] += (IntRegister)_mm256_madd_epi16((__m256i)a.part[i], (__m256i)b.part[i]));
+#elif defined(__SSE2__)
+    FERRUM_EACH(acc.part[i] += (IntRegister)_mm_madd_epi16((__m128i)a.part[i], (__m128i)b.part[i]));
+#else
+    FERRUM_EACH(acc.part[i] +=
+                (a.part[i] << 16 >> 16) * (b.part[i] << 16 >> 16) + (a.part[i] >> 16) * (b.part[i] >> 16));
+#endif
+    return acc;
+}
+
+typedef _Float16 half;
+
+static FERRUM_ALWAYS_INLINE f32x16 load(const half *from) {
+    f32x16 r;
+#if defined(__AVX512F__)
+    r.part[0] = (FloatRegister)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+#elif defined(__AVX2__)
+    FERRUM_EACH(r.part[i] = (FloatRegister)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + 8 * i))));
+#else
+    float lanes[kLanes];
+    for (int j = 0; j < kLanes; j++) lanes[j] = (float)from[j];
+    r = load(lanes);
+#endif
+    return r;
+}
+// Rounds to nearest even.
+static FERRUM_ALWAYS_INLINE void store(half *to, f32x16 a) {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i *)to,
+                        _mm512_cvtps_ph((__m512)a.part[0], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__AVX2__)
+    FERRUM_EACH(_mm_storeu_si128((__m128i *)(to + 8 * i),
+                                 _mm256_cvtps_ph((__m256)a.part[i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)));
+#else
+    FERRUM_EACH(for (int j = 0; j < kRegisterLanes; j++) to[i * kRegisterLanes + j] = (half)a.part[i][j]);
+#endif
+}
+
+// The first `count` elements; the other lanes are zero and their memory is not touched.
+template <class T>
+static FERRUM_ALWAYS_INLINE f32x16 load_some(const T *from, int count) {
+    T lanes[kLanes] = {};
+    memcpy(lanes, from, sizeof(T) * count);
+    return load(lanes);
+}
+template <class T>
+static FERRUM_ALWAYS_INLINE void store_some(T *to, f32x16 a, int count) {
+    T lanes[kLanes];
+    store(lanes, a);
+    memcpy(to, lanes, sizeof(T) * count);
+}
+// All lanes if `count` is 16 or more.
+template <class T>
+static FERRUM_ALWAYS_INLINE f32x16 load_up_to(const T *from, uint64_t count) {
+    return count >= kLanes ? load(from) : load_some(from, (int)count);
+}
+template <class T>
+static FERRUM_ALWAYS_INLINE void store_up_to(T *to, f32x16 a, uint64_t count) {
+    if (count >= kLanes)
+        store(to, a);
+    else
+        store_some(to, a, (int)count);
+}
+
+// Lane i + lane i + 8, then 4, 2, 1 apart.
+static FERRUM_ALWAYS_INLINE float sum(f32x16 a) {
+    float lanes[kLanes];
+    store(lanes, a);
+    FERRUM_UNROLL for (int width = kLanes / 2; width; width /= 2) FERRUM_UNROLL for (int i = 0; i < width; i++)
+        lanes[i] += lanes[i + width];
+    return lanes[0];
+}
+static FERRUM_ALWAYS_INLINE float largest(f32x16 a) {
+    float lanes[kLanes];
+    store(lanes, a);
+    FERRUM_UNROLL for (int width = kLanes / 2; width; width /= 2) FERRUM_UNROLL for (int i = 0; i < width; i++)
+        lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
+    return lanes[0];
+}
+
+// e^x within 2 units in the last place: x = n ln 2 + r with |r| <= ln 2 / 2, a polynomial in r, and n into the
+// exponent in two halves, so that results down to the smallest subnormal are reached without a branch.
+static FERRUM_ALWAYS_INLINE f32x16 exp(f32x16 x) {
+    const f32x16 clamped = max(min(x, splat(89.0f)), splat(-104.0f));
+    const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding and subtracting it rounds to an integer
+    const f32x16 shifted = fma(clamped, splat(1.44269504088896341f), magic);
+    const f32x16 n = shifted - magic;
+    f32x16 r = fma(n, splat(-0.693145751953125f), clamped);
+    r = fma(n, splat(-1.42860682030941723e-6f), r);
+    f32x16 p = splat(1.0f / 720);
+    p = fma(p, r, splat(1.0f / 120));
+    p = fma(p, r, splat(1.0f / 24));
+    p = fma(p, r, splat(1.0f / 6));
+    p = fma(p, r, splat(0.5f));
+    p = fma(p, r, splat(1.0f));
+    p = fma(p, r, splat(1.0f));
+    FERRUM_EACH({
+        IntRegister bits;
+        memcpy(&bits, &shifted.part[i], sizeof(bits));
+        const IntRegister exponent = bits - 0x4b400000;  // n as an integer
+        const IntRegister half = exponent >> 1;
+        const IntRegister low = (half + 127) << 23, high = (exponent - half + 127) << 23;
+        FloatRegister low_scale, high_scale;
+        memcpy(&low_scale, &low, sizeof(low));
+        memcpy(&high_scale, &high, sizeof(high));
+        p.part[i] = p.part[i] * low_scale * high_scale;
+        p.part[i] = x.part[i] == x.part[i] ? p.part[i] : x.part[i];  // NaN stays NaN
+    });
+    return p;
+}
+
+static FERRUM_ALWAYS_INLINE f32x16 sigmoid(f32x16 x) {
+    return splat(1.0f) / (splat(1.0f) + exp(splat(0.0f) - x));
+}
+
+}  // namespace ferrum::cpu::FERRUM_CPU_ISA

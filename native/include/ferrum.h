@@ -1,0 +1,351 @@
+/* libferrum: the C ABI of pyferrum. The one contract between the languages; cffi reads this very file.
+ *
+ * Conventions
+ * -----------
+ * Handles are opaque and reference-counted. A function that returns a handle through `out_…` gives one reference to the
+ * caller; `ferrum_<noun>_release` gives it back and accepts NULL. Every function is thread-safe. None aborts, prints or
+ * throws: each returns a status, and on failure leaves every handle, page and output as it was;
+ * `ferrum_last_error()` then says which argument was wrong, what was expected and what was found.
+ *
+ * Tensors are row-major and contiguous. Shapes are in elements, sizes and offsets in bytes, positions in tokens from
+ * the sequence's start. `format` is a GGML type number: 0 float32, 1 float16, 30 bfloat16, 26 int32, and the block
+ * formats of FERRUM_FORMATS in ferrum_kernels.h. A weight [out, in] is `out` rows of `in / elements-per-block` blocks.
+ *
+ * Calls run on the device in the order in which they are made. Inputs are never written; outputs are new buffers.
+ */
+#ifndef FERRUM_H
+#define FERRUM_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The library is built with hidden visibility; what is declared here is all it exports. */
+#if defined(__GNUC__)
+#pragma GCC visibility push(default)
+#endif
+
+/* Changes whenever a declaration below does. A binding refuses a library with another number. */
+enum { FERRUM_ABI_VERSION = 1 };
+
+/* Status codes. */
+enum {
+    FERRUM_OK = 0,
+    FERRUM_INVALID_ARGUMENT = 1, /* a shape, format, range or combination; the message names the argument */
+    FERRUM_UNSUPPORTED = 2,      /* valid, but no kernel of this device does it */
+    FERRUM_OUT_OF_PAGES = 3,     /* the arena's limit; the message says needed, in use, free */
+    FERRUM_STATE_ERROR = 4,      /* a handle used after fork */
+    FERRUM_DEVICE_ERROR = 5,     /* the device failed, or does not exist here */
+    FERRUM_OUT_OF_MEMORY = 6,    /* the system has no memory for a buffer, slab or scratch */
+    FERRUM_INTERNAL_ERROR = 7    /* a bug in libferrum */
+};
+
+/* Forms of a batched call. */
+enum { FERRUM_FORM_SCALAR = 0, FERRUM_FORM_PARTICIPANT_LOOP = 1, FERRUM_FORM_PACKED = 2 };
+
+/* What a launch's resource is. */
+enum {
+    FERRUM_ROLE_INPUT = 0,      /* index: participant (0 if packed); for other ops the operand */
+    FERRUM_ROLE_OUTPUT = 1,     /* index as above */
+    FERRUM_ROLE_WEIGHT = 2,     /* index: field of ferrum_attention_weights, in order */
+    FERRUM_ROLE_SCRATCH = 3,    /* one block of ferrum_plan_summary.scratch_bytes */
+    FERRUM_ROLE_PAGE_TABLE = 4, /* one block of page_table_bytes: device addresses of pages, u64 each */
+    FERRUM_ROLE_ROPE = 5        /* the attention op's rotary table */
+};
+
+enum { FERRUM_MAX_BINDINGS = 8, FERRUM_MAX_PARAMS = 72, FERRUM_MAX_RANK = 4 };
+
+typedef struct ferrum_device ferrum_device;       /* a device, its kernels and its arena of pages */
+typedef struct ferrum_buffer ferrum_buffer;       /* bytes on a device */
+typedef struct ferrum_state ferrum_state;         /* immutable keys and values of a sequence: pages and a length */
+typedef struct ferrum_attention ferrum_attention; /* a validated attention configuration with its rotary table */
+typedef struct ferrum_plan ferrum_plan;           /* what a call will dispatch, as data */
+
+typedef struct ferrum_tensor {
+    ferrum_buffer *buffer; /* NULL: absent (optional arguments only) */
+    uint64_t offset;       /* bytes from the buffer's start */
+    uint64_t shape[4];     /* FERRUM_MAX_RANK; unused entries are ignored */
+    uint32_t rank;
+    uint32_t format;
+} ferrum_tensor;
+
+/* ---- Library ---------------------------------------------------------------------------------------------------- */
+
+/* FERRUM_ABI_VERSION of the built library. */
+uint32_t ferrum_abi_version(void);
+
+/* SHA-256, in hex, over the sources this library was built from: its implementation fingerprint. Static storage. */
+const char *ferrum_build_fingerprint(void);
+
+/* Message of the calling thread's last failed call; "" if none. Valid until that thread's next call. */
+const char *ferrum_last_error(void);
+
+/* Live objects of the whole process, for leak tests. */
+typedef struct ferrum_counts {
+    uint64_t devices;
+    uint64_t buffers;
+    uint64_t states;
+    uint64_t attentions;
+    uint64_t plans;
+    uint64_t page_lists;
+} ferrum_counts;
+void ferrum_debug_counts(ferrum_counts *out_counts);
+
+/* Name of kernel `kernel` of a launch, or NULL past the last one. Static storage. */
+const char *ferrum_kernel_name(uint32_t kernel);
+
+/* A weight or array format this library multiplies or reads. */
+typedef struct ferrum_format_info {
+    const char *name; /* GGML's: "F16", "Q4_1" */
+    uint32_t format;
+    uint32_t block_elements;
+    uint32_t block_bytes;
+} ferrum_format_info;
+
+/* The `index`-th format, counted from 0; FERRUM_INVALID_ARGUMENT past the last one. */
+int32_t ferrum_format_at(uint32_t index, ferrum_format_info *out_info);
+
+/* ---- Device ----------------------------------------------------------------------------------------------------- */
+
+typedef struct ferrum_device_options {
+    uint64_t arena_limit_bytes;  /* 0: half of the machine's memory. Rounded down to whole pages */
+    uint32_t threads;            /* CPU threads, the caller's included; 0: one per available core */
+    uint32_t poison;             /* 1: fill pages and buffers with NaN when they are freed (debugging) */
+    const char *instruction_set; /* CPU: "avx512", "avx2", "portable"; NULL or "": the best one here */
+} ferrum_device_options;
+
+typedef struct ferrum_device_summary {
+    const char *name;            /* "cpu" */
+    const char *instruction_set; /* "avx512" …; "" where it has no meaning. Static storage */
+    uint32_t threads;
+    uint32_t pad;
+    uint64_t memory_bytes; /* of the machine */
+} ferrum_device_summary;
+
+/* Opens device `name` ("cpu"). `options` may be NULL. Errors: FERRUM_DEVICE_ERROR for a device that is not here. */
+int32_t ferrum_device_new(const char *name, const ferrum_device_options *options, ferrum_device **out_device);
+
+/* The device lives on until its last buffer, state and attention are gone. */
+void ferrum_device_release(ferrum_device *device);
+
+int32_t ferrum_device_describe(ferrum_device *device, ferrum_device_summary *out_summary);
+
+typedef struct ferrum_arena_stats {
+    uint64_t page_bytes;
+    uint64_t limit_pages; /* pages the arena may ever hold */
+    uint64_t slab_pages;  /* pages of all slabs so far */
+    uint64_t used_pages;  /* pages that some state shows */
+    uint64_t free_pages;  /* limit_pages - used_pages */
+    uint64_t peak_used_pages;
+    uint64_t allocated_pages; /* pages handed out since the device was opened */
+    uint64_t copied_pages;    /* of those, pages that began as a copy of another one's prefix */
+} ferrum_arena_stats;
+
+int32_t ferrum_device_arena_stats(ferrum_device *device, ferrum_arena_stats *out_stats);
+
+/* ---- Buffers ---------------------------------------------------------------------------------------------------- */
+
+/* A new buffer of `bytes` bytes (0 is fine), contents undefined. */
+int32_t ferrum_buffer_new(ferrum_device *device, uint64_t bytes, ferrum_buffer **out_buffer);
+
+/* A buffer over the caller's memory, not copied: it must stay readable and unchanged until the buffer is gone. */
+int32_t ferrum_buffer_wrap(ferrum_device *device, const void *data, uint64_t bytes, ferrum_buffer **out_buffer);
+
+void ferrum_buffer_release(ferrum_buffer *buffer);
+
+/* Waits until every call that writes the buffer is done, and gives its address on the host. */
+int32_t ferrum_buffer_contents(ferrum_buffer *buffer, void **out_data, uint64_t *out_bytes);
+
+/* ---- States ----------------------------------------------------------------------------------------------------- */
+
+typedef struct ferrum_state_summary {
+    uint64_t length; /* tokens */
+    uint64_t pages;  /* pages that this state shows; most are shared with its relatives */
+    uint32_t key_value_heads;
+    uint32_t head_dim;
+    uint32_t tokens_per_page; /* FERRUM_PAGE_BYTES / (4 * key_value_heads * head_dim) */
+    uint32_t pad;
+} ferrum_state_summary;
+
+/* An empty state. Holds no page. Errors: head_dim not in 1…256, or one token larger than a page. */
+int32_t ferrum_state_new(ferrum_device *device, uint32_t key_value_heads, uint32_t head_dim, ferrum_state **out_state);
+
+void ferrum_state_release(ferrum_state *state);
+
+int32_t ferrum_state_describe(ferrum_state *state, ferrum_state_summary *out_summary);
+
+/* The first `length` tokens of `state`: O(1), shares everything. Errors: length > the state's. */
+int32_t ferrum_state_truncate(ferrum_state *state, uint64_t length, ferrum_state **out_state);
+
+/* A state with `keys` and `values`, float16 [tokens, key_value_heads, head_dim], appended as they are (keys already
+ * rotated). `state` still shows what it showed. Writes in place where no living state shows the slots, else copies one
+ * page. Errors: FERRUM_OUT_OF_PAGES. */
+int32_t ferrum_state_append(ferrum_state *state, const ferrum_tensor *keys, const ferrum_tensor *values,
+                            ferrum_state **out_state);
+
+/* Keys and values of tokens [start, start + tokens) as float16 [tokens, key_value_heads, head_dim]. */
+int32_t ferrum_state_read(ferrum_state *state, uint64_t start, uint64_t tokens, ferrum_buffer **out_keys,
+                          ferrum_buffer **out_values);
+
+/* ---- Causal attention ------------------------------------------------------------------------------------------- */
+
+typedef struct ferrum_attention_config {
+    uint64_t maximum_context_tokens; /* at most 16384 pages of keys and values */
+    uint32_t hidden_size;
+    uint32_t query_heads; /* a multiple of key_value_heads */
+    uint32_t key_value_heads;
+    uint32_t head_dim;           /* at most 256 */
+    uint32_t rope_dim;           /* even, at most head_dim: the first dims of a head are rotated */
+    uint32_t sliding_window;     /* keys a query sees, itself included; 0: all */
+    uint32_t output_gate;        /* 1: q_proj rows are [query | gate] per head; context *= sigmoid(gate) */
+    uint32_t rope_interleaved;   /* 1: pairs (2i, 2i+1); 0: pairs (i, i + rope_dim / 2) */
+    float epsilon;               /* of every RMS norm in the call */
+    float scale;                 /* of q·k; 0: 1 / sqrt(head_dim) */
+    float softcap;               /* scores become softcap * tanh(score / softcap); 0: none */
+    float rope_attention_factor; /* multiplies cos and sin (YaRN); 1: none */
+} ferrum_attention_config;
+
+/* Weights of one layer. Matrices may be in any weight format; norms and biases are float16 or float32. */
+typedef struct ferrum_attention_weights {
+    ferrum_tensor input_norm; /* [hidden] */
+    ferrum_tensor q_proj;     /* [query_heads * head_dim (* 2 with a gate), hidden] */
+    ferrum_tensor k_proj;     /* [key_value_heads * head_dim, hidden] */
+    ferrum_tensor v_proj;     /* [key_value_heads * head_dim, hidden] */
+    ferrum_tensor o_proj;     /* [hidden, query_heads * head_dim] */
+    ferrum_tensor q_norm;     /* [head_dim], optional */
+    ferrum_tensor k_norm;     /* [head_dim], optional */
+    ferrum_tensor q_bias;     /* [rows of q_proj], optional; so are the next three */
+    ferrum_tensor k_bias;
+    ferrum_tensor v_bias;
+    ferrum_tensor o_bias;
+} ferrum_attention_weights;
+
+/* Validates `config` and builds the rotary table on the device from `inverse_frequencies`, float64 [rope_dim / 2]
+ * (radians per position). Errors name the field. */
+int32_t ferrum_attention_new(ferrum_device *device, const ferrum_attention_config *config,
+                             const double *inverse_frequencies, ferrum_attention **out_attention);
+
+void ferrum_attention_release(ferrum_attention *attention);
+
+/* One attention sub-layer, y = x + o_proj(gate * attention(rope(norm(qkv(rms_norm(x)))))), for `participants`
+ * sequences. `form` FERRUM_FORM_PACKED: `xs` is one tensor [sum of tokens, hidden], rows in participants' order, and
+ * `out_ys` one buffer; else `xs` holds one tensor [tokens[i], hidden] per participant and `out_ys` one buffer each.
+ * x is float16 or float32 (the float32-master op); y has its format. `out_states[i]` is states[i] with tokens[i] more
+ * tokens. The same state may appear twice. Nothing is returned unless everything succeeds. */
+int32_t ferrum_causal_attention(ferrum_attention *attention, const ferrum_attention_weights *weights, uint32_t form,
+                                uint32_t participants, ferrum_state *const *states, const uint64_t *tokens,
+                                const ferrum_tensor *xs, ferrum_state **out_states, ferrum_buffer **out_ys);
+
+/* ---- Plans ------------------------------------------------------------------------------------------------------ */
+
+/* What a causal-attention call dispatches. Pure: touches no page and runs nothing. */
+typedef struct ferrum_plan_request {
+    uint32_t form; /* FERRUM_FORM_PACKED, or any other: scalar or loop by the number of participants */
+    uint32_t participants;
+    uint32_t hidden_format;         /* 0 float32-master, 1 float16 */
+    uint32_t projection_formats[4]; /* of q_proj, k_proj, v_proj, o_proj */
+    uint32_t constants; /* FERRUM_CONSTANT_NORM_F32, _QUERY_NORM(_F32), _KEY_NORM(_F32) as the weights have it */
+    uint32_t biases;    /* bit i: projection i has a bias; bit i + 4: it is float32 */
+    uint32_t pad;
+    const uint64_t *starts; /* [participants] tokens already in each state */
+    const uint64_t *tokens; /* [participants] new tokens, each at least 1 */
+} ferrum_plan_request;
+
+typedef struct ferrum_plan_summary {
+    uint32_t form;
+    uint32_t participants;
+    uint32_t launches;
+    uint32_t resources;
+    uint64_t total_tokens;
+    uint64_t scratch_bytes;
+    uint64_t scratch_bytes_per_token;
+    uint64_t scratch_regions[7]; /* offsets: normalized, query_raw, key_raw, value_raw, query, context, projected */
+    uint64_t page_table_bytes;
+    uint64_t pages;         /* of all participants after the call, before sharing */
+    uint64_t maximum_pages; /* of one state at maximum_context_tokens */
+    uint64_t state_bytes_per_token;
+    uint8_t fingerprint[32]; /* SHA-256 of the topology: docs/c-abi.md says over what */
+} ferrum_plan_summary;
+
+typedef struct ferrum_binding {
+    uint32_t slot;     /* the kernel's buffer index */
+    uint32_t resource; /* index into the plan's resources */
+    uint64_t offset;   /* bytes, added to the resource's own */
+} ferrum_binding;
+
+typedef struct ferrum_resource {
+    uint32_t role;
+    uint32_t index;
+} ferrum_resource;
+
+typedef struct ferrum_launch {
+    uint32_t kernel;    /* ferrum_kernel_name() */
+    uint32_t constants; /* FERRUM_CONSTANT_… */
+    uint32_t barrier;   /* 1: waits for every launch before it; 0: may run beside them */
+    uint32_t participant;
+    uint32_t grid[3];    /* threadgroups */
+    uint32_t threads[3]; /* of a threadgroup */
+    uint32_t threadgroup_bytes;
+    uint32_t binding_count;
+    uint32_t params_bytes;
+    uint32_t pad;
+    ferrum_binding bindings[8]; /* FERRUM_MAX_BINDINGS */
+    uint8_t params[72];         /* the kernel's params struct; FERRUM_MAX_PARAMS */
+} ferrum_launch;
+
+int32_t ferrum_attention_plan(ferrum_attention *attention, const ferrum_plan_request *request, ferrum_plan **out_plan);
+
+void ferrum_plan_release(ferrum_plan *plan);
+
+int32_t ferrum_plan_describe(ferrum_plan *plan, ferrum_plan_summary *out_summary);
+
+int32_t ferrum_plan_launch(ferrum_plan *plan, uint32_t index, ferrum_launch *out_launch);
+
+int32_t ferrum_plan_resource(ferrum_plan *plan, uint32_t index, ferrum_resource *out_resource);
+
+/* ---- Other operations ------------------------------------------------------------------------------------------- */
+/* `device` owns every tensor; outputs are new buffers. T = rows. */
+
+/* y f16 [T, width] = x * rsqrt(mean(x^2) + epsilon) * weight; x f16 or f32 [T, width], weight f16 or f32 [width]. */
+int32_t ferrum_rms_norm(ferrum_device *device, const ferrum_tensor *x, const ferrum_tensor *weight, float epsilon,
+                        ferrum_buffer **out_y);
+
+/* y [T, out] = x weight^T + bias; x f16 [T, in], weight [out, in] in any weight format, bias f16 or f32 [out] or NULL;
+ * y is float16, or float32 where `output_format` is 0. */
+int32_t ferrum_linear(ferrum_device *device, const ferrum_tensor *x, const ferrum_tensor *weight,
+                      const ferrum_tensor *bias, uint32_t output_format, ferrum_buffer **out_y);
+
+/* y [T, width] = weight[tokens]; tokens i32 [T], each in 0…vocabulary-1; y is float16 (1) or float32 (0). */
+int32_t ferrum_embed(ferrum_device *device, const ferrum_tensor *tokens, const ferrum_tensor *weight,
+                     uint32_t output_format, ferrum_buffer **out_y);
+
+/* y f16 = gate * sigmoid(gate) * up; both f16 and of one shape. */
+int32_t ferrum_swiglu(ferrum_device *device, const ferrum_tensor *gate, const ferrum_tensor *up, ferrum_buffer **out_y);
+
+/* y = x + branch, in x's format (f16 or f32); branch f16; both [T, width]. */
+int32_t ferrum_residual_add(ferrum_device *device, const ferrum_tensor *x, const ferrum_tensor *branch,
+                            ferrum_buffer **out_y);
+
+/* loss f32 [T] in nats; logits f32 [T, vocabulary], targets i32 [T], each in 0…vocabulary-1. */
+int32_t ferrum_cross_entropy(ferrum_device *device, const ferrum_tensor *logits, const ferrum_tensor *targets,
+                             ferrum_buffer **out_loss);
+
+/* indices i32 [T] of each row's largest value, the lowest of equals; NaN counts as largest. x f32 [T, width]. */
+int32_t ferrum_argmax(ferrum_device *device, const ferrum_tensor *x, ferrum_buffer **out_indices);
+
+/* values f32 and indices i32 [T, k] of each row's k largest, largest first, lower index first among equals.
+ * k at most FERRUM_MAX_TOP_K and the width. */
+int32_t ferrum_top_k(ferrum_device *device, const ferrum_tensor *x, uint32_t k, ferrum_buffer **out_indices,
+                     ferrum_buffer **out_values);
+
+#if defined(__GNUC__)
+#pragma GCC visibility pop
+#endif
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,197 @@
+/* The kernels: their names, params structs, buffer slots and constants.
+ *
+ * Read by the planner, by every device, by the shaders and (struct layouts only) by Python's cffi. A kernel, a weight
+ * format or a limit is written down here once and nowhere else.
+ *
+ * Rules: uint32_t counts, uint64_t byte strides, float scalars; widest first; sizes a multiple of 8; no pointers.
+ */
+#ifndef FERRUM_KERNELS_H
+#define FERRUM_KERNELS_H
+
+#ifdef __METAL_VERSION__
+typedef uint uint32_t;
+typedef ulong uint64_t;
+#else
+#include <stdint.h>
+#endif
+
+/* Limits and tile sizes. */
+enum {
+    FERRUM_PAGE_BYTES = 65536,      /* one page of the arena */
+    FERRUM_MAX_STATE_PAGES = 16384, /* pages of one state */
+    FERRUM_MAX_HEAD_DIM = 256,
+    FERRUM_MAX_TOP_K = 1024,
+    FERRUM_KEY_TILE = 16,          /* tokens whose keys are interleaved inside a page */
+    FERRUM_SPAN_TOKENS = 256,      /* softmax spans end at absolute positions about this far apart */
+    FERRUM_ROPE_LOW = 256,         /* rows of the low half of a rotary table */
+    FERRUM_SCRATCH_ALIGNMENT = 16, /* bytes; every row of scratch starts on it */
+    FERRUM_SIMD_WIDTH = 32,
+    FERRUM_MAX_ATTENTION_SIMDGROUPS = 16
+};
+
+/* Weight and array formats: X(NAME, name, id, elements per block, bytes per block). Ids are GGML's type numbers. */
+#define FERRUM_FORMATS(X)       \
+    X(F32, f32, 0, 1, 4)        \
+    X(F16, f16, 1, 1, 2)        \
+    X(Q4_0, q4_0, 2, 32, 18)    \
+    X(Q4_1, q4_1, 3, 32, 20)    \
+    X(Q5_0, q5_0, 6, 32, 22)    \
+    X(Q5_1, q5_1, 7, 32, 24)    \
+    X(Q8_0, q8_0, 8, 32, 34)    \
+    X(Q4_K, q4_k, 12, 256, 144) \
+    X(Q5_K, q5_k, 13, 256, 176) \
+    X(Q6_K, q6_k, 14, 256, 210) \
+    X(BF16, bf16, 30, 1, 2)
+
+/* Formats of index arrays; they hold no weights. */
+enum { FERRUM_FORMAT_I32 = 26 };
+
+/* Every kernel a plan can name: X(name). Linear and embed come once per weight format. */
+#define FERRUM_KERNELS(X)                                                                                   \
+    X(rms_norm_f16)                                                                                         \
+    X(rms_norm_f32)                                                                                         \
+    X(causal_attention_prepare_f16)                                                                         \
+    X(causal_attention_f16)                                                                                 \
+    X(residual_add_f16)                                                                                     \
+    X(residual_add_f32)                                                                                     \
+    X(swiglu_f16)                                                                                           \
+    X(cross_entropy_f32)                                                                                    \
+    X(argmax_f32)                                                                                           \
+    X(top_k_f32)                                                                                            \
+    X(kv_append_f16)                                                                                        \
+    X(kv_gather_f16)                                                                                        \
+    X(kv_copy_f16)                                                                                          \
+    X(linear_f32)                                                                                           \
+    X(linear_f16) X(linear_bf16) X(linear_q4_0) X(linear_q4_1) X(linear_q5_0) X(linear_q5_1) X(linear_q8_0) \
+        X(linear_q4_k) X(linear_q5_k) X(linear_q6_k) X(embed_f32) X(embed_f16) X(embed_bf16) X(embed_q4_0)  \
+            X(embed_q4_1) X(embed_q5_0) X(embed_q5_1) X(embed_q8_0) X(embed_q4_k) X(embed_q5_k) X(embed_q6_k)
+
+/* Function constants: booleans that specialise a kernel. Bit i is function constant i. */
+enum {
+    FERRUM_CONSTANT_NORM_F32 = 1,          /* the norm weight is float32, else float16 */
+    FERRUM_CONSTANT_OUTPUT_F32 = 2,        /* the output is float32, else float16 */
+    FERRUM_CONSTANT_BIAS = 4,              /* a bias is bound */
+    FERRUM_CONSTANT_BIAS_F32 = 8,          /* the bias is float32, else float16 */
+    FERRUM_CONSTANT_OUTPUT_GATE = 16,      /* query rows carry a gate per head */
+    FERRUM_CONSTANT_ROPE_INTERLEAVED = 32, /* pairs (2i, 2i+1), else (i, i + rope_dim / 2) */
+    FERRUM_CONSTANT_QUERY_NORM = 64,
+    FERRUM_CONSTANT_QUERY_NORM_F32 = 128,
+    FERRUM_CONSTANT_KEY_NORM = 256,
+    FERRUM_CONSTANT_KEY_NORM_F32 = 512
+};
+
+/* rms_norm_*: y[r, i] = f16(x[r, i] * rsqrt(mean(x[r]^2) + epsilon) * weight[i]) */
+enum { FERRUM_RMS_NORM_X, FERRUM_RMS_NORM_WEIGHT, FERRUM_RMS_NORM_Y, FERRUM_RMS_NORM_PARAMS };
+typedef struct ferrum_rms_norm_params {
+    uint32_t rows;
+    uint32_t width;
+    uint32_t output_stride; /* elements between rows of y */
+    float epsilon;
+} ferrum_rms_norm_params;
+
+/* linear_*: y[r, o] = sum_i weight[o, i] * x[r, i] + bias[o]; x is float16 */
+enum { FERRUM_LINEAR_X, FERRUM_LINEAR_WEIGHT, FERRUM_LINEAR_BIAS, FERRUM_LINEAR_Y, FERRUM_LINEAR_PARAMS };
+typedef struct ferrum_linear_params {
+    uint64_t weight_row_bytes;
+    uint32_t rows;
+    uint32_t in_features;
+    uint32_t out_features;
+    uint32_t input_stride;  /* elements between rows of x */
+    uint32_t output_stride; /* elements between rows of y */
+    uint32_t pad;
+} ferrum_linear_params;
+
+/* causal_attention_prepare_f16: per-head norms, rotary embedding, keys and values into the pages.
+ * causal_attention_f16: softmax(q k^T) v over the pages, then the output gate. One params struct for both. */
+enum {
+    FERRUM_PREPARE_QUERY_RAW,
+    FERRUM_PREPARE_KEY_RAW,
+    FERRUM_PREPARE_VALUE_RAW,
+    FERRUM_PREPARE_QUERY_NORM,
+    FERRUM_PREPARE_KEY_NORM,
+    FERRUM_PREPARE_ROPE,
+    FERRUM_PREPARE_QUERY,
+    FERRUM_PREPARE_PAGES,
+    FERRUM_PREPARE_PARAMS
+};
+enum {
+    FERRUM_ATTENTION_QUERY,
+    FERRUM_ATTENTION_QUERY_RAW,
+    FERRUM_ATTENTION_CONTEXT,
+    FERRUM_ATTENTION_PAGES,
+    FERRUM_ATTENTION_PARAMS
+};
+typedef struct ferrum_causal_attention_params {
+    uint32_t position_start; /* absolute position of the first new token */
+    uint32_t tokens;         /* new tokens of this participant */
+    uint32_t query_heads;
+    uint32_t key_value_heads;
+    uint32_t head_dim;
+    uint32_t rope_dim;
+    uint32_t query_raw_stride;  /* elements between tokens of query_raw */
+    uint32_t query_head_stride; /* elements between heads of query_raw: head_dim, twice that with a gate */
+    uint32_t key_value_stride;  /* elements between tokens of key_raw and of value_raw */
+    uint32_t query_stride;      /* elements between tokens of query and of context */
+    uint32_t tokens_per_page;
+    uint32_t page_count;
+    uint32_t window;     /* keys a query sees, itself included; 0: all */
+    uint32_t simdgroups; /* SIMD-groups of a threadgroup of the attention kernel */
+    float epsilon;
+    float scale;
+    float softcap; /* 0: none */
+    uint32_t pad;
+} ferrum_causal_attention_params;
+
+/* residual_add_*: y = x + float(branch); branch is float16 and has its own row stride */
+enum { FERRUM_RESIDUAL_ADD_X, FERRUM_RESIDUAL_ADD_BRANCH, FERRUM_RESIDUAL_ADD_Y, FERRUM_RESIDUAL_ADD_PARAMS };
+typedef struct ferrum_residual_add_params {
+    uint32_t rows;
+    uint32_t width;
+    uint32_t branch_stride;
+    uint32_t pad;
+} ferrum_residual_add_params;
+
+/* swiglu_f16: y = gate * sigmoid(gate) * up */
+enum { FERRUM_SWIGLU_GATE, FERRUM_SWIGLU_UP, FERRUM_SWIGLU_Y, FERRUM_SWIGLU_PARAMS };
+typedef struct ferrum_swiglu_params {
+    uint64_t elements;
+} ferrum_swiglu_params;
+
+/* embed_*: y[t] = weight[tokens[t]] */
+enum { FERRUM_EMBED_TOKENS, FERRUM_EMBED_WEIGHT, FERRUM_EMBED_Y, FERRUM_EMBED_PARAMS };
+typedef struct ferrum_embed_params {
+    uint64_t weight_row_bytes;
+    uint32_t rows;
+    uint32_t width;
+} ferrum_embed_params;
+
+/* cross_entropy_f32: loss[r] = logsumexp(logits[r]) - logits[r, targets[r]] */
+enum {
+    FERRUM_CROSS_ENTROPY_LOGITS,
+    FERRUM_CROSS_ENTROPY_TARGETS,
+    FERRUM_CROSS_ENTROPY_LOSS,
+    FERRUM_CROSS_ENTROPY_PARAMS
+};
+/* argmax_f32, top_k_f32: largest first; of equal values the lower index first */
+enum { FERRUM_TOP_K_X, FERRUM_TOP_K_INDICES, FERRUM_TOP_K_VALUES, FERRUM_TOP_K_PARAMS };
+typedef struct ferrum_rows_params {
+    uint32_t rows;
+    uint32_t width;
+    uint32_t k;
+    uint32_t pad;
+} ferrum_rows_params;
+
+/* kv_append_f16, kv_gather_f16: arrays [tokens, heads, head_dim] into and out of pages.
+ * kv_copy_f16: the first tokens of one page into another. */
+enum { FERRUM_KV_KEYS, FERRUM_KV_VALUES, FERRUM_KV_PAGES, FERRUM_KV_PARAMS };
+enum { FERRUM_KV_COPY_PAGES, FERRUM_KV_COPY_PARAMS }; /* a page table of two: from, to */
+typedef struct ferrum_kv_params {
+    uint32_t position_start;
+    uint32_t tokens;
+    uint32_t key_value_heads;
+    uint32_t head_dim;
+    uint32_t tokens_per_page;
+    uint32_t pad;
+} ferrum_kv_params;
+
+#endif

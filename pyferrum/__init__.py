@@ -1,0 +1,74 @@
+"""pyferrum: the inside of LLM inference as pure functions over immutable handles.
+
+state, y = pf.causal_attention(state, x, weights)
+"""
+
+from pyferrum import _random as random
+from pyferrum import evaluate, rope
+from pyferrum.array import Array, array, block_until_ready
+from pyferrum.attention import Ragged, causal_attention
+from pyferrum.config import AttentionConfig
+from pyferrum.device import Device, arena_stats, default_device, device_info
+from pyferrum.errors import (
+    CheckpointError,
+    DeviceError,
+    FerrumError,
+    InvalidArgument,
+    OutOfPages,
+    StateError,
+    UnsupportedError,
+)
+from pyferrum.formats import bfloat16
+from pyferrum.generate import GenerationResponse, generate
+from pyferrum.models import Model, ModelState, load
+from pyferrum.ops import argmax, cross_entropy, embed, linear, residual_add, rms_norm, swiglu, top_k
+from pyferrum.plan import Plan, plan_attention
+from pyferrum.state import KVState, init_state, load_state
+from pyferrum.weights import AttentionWeights, BlockArray, block_array
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Array",
+    "AttentionConfig",
+    "AttentionWeights",
+    "BlockArray",
+    "CheckpointError",
+    "Device",
+    "DeviceError",
+    "FerrumError",
+    "GenerationResponse",
+    "InvalidArgument",
+    "KVState",
+    "Model",
+    "ModelState",
+    "OutOfPages",
+    "Plan",
+    "Ragged",
+    "StateError",
+    "UnsupportedError",
+    "arena_stats",
+    "argmax",
+    "array",
+    "bfloat16",
+    "block_array",
+    "block_until_ready",
+    "causal_attention",
+    "cross_entropy",
+    "default_device",
+    "device_info",
+    "embed",
+    "evaluate",
+    "generate",
+    "init_state",
+    "linear",
+    "load",
+    "load_state",
+    "plan_attention",
+    "random",
+    "residual_add",
+    "rms_norm",
+    "rope",
+    "swiglu",
+    "top_k",
+]

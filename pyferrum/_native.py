@@ -1,0 +1,342 @@
+"""Finds and loads libferrum, and is the only module that knows cffi.
+
+Everything else calls the functions below. They take and return `Handle`s (reference-counted native objects), turn
+status codes into exceptions, and never let a Python object outlive what it points to.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pyferrum.errors import (
+    DeviceError,
+    FerrumError,
+    InvalidArgument,
+    OutOfPages,
+    StateError,
+    UnsupportedError,
+)
+
+try:
+    from pyferrum._cdef import ffi
+except ImportError as error:
+    raise ImportError(
+        "pyferrum's native library is not built: run `make lib` in the source folder, or `pip install .`"
+    ) from error
+
+Handle = Any
+"""A native object; releasing the last Python reference releases the native one."""
+
+
+def _load() -> Any:
+    override = os.environ.get("PYFERRUM_LIBRARY")
+    suffix = "dylib" if sys.platform == "darwin" else "so"
+    path = Path(override) if override else Path(__file__).parent / "_libs" / f"libferrum.{suffix}"
+    try:
+        # Never unloaded: at interpreter exit handles and threads may outlive the library object.
+        library = ffi.dlopen(str(path), ffi.RTLD_NOW | ffi.RTLD_NODELETE)
+    except OSError as error:
+        source = "PYFERRUM_LIBRARY names it" if override else "run `make lib` or `pip install .` to build it"
+        raise ImportError(f"cannot load {path}: {error} ({source})") from error
+    wanted, found = ffi.integer_const("FERRUM_ABI_VERSION"), library.ferrum_abi_version()
+    if wanted != found:
+        raise ImportError(f"{path} has ABI version {found}, this pyferrum needs {wanted}: rebuild it with `make lib`")
+    return library
+
+
+lib = _load()
+
+_ERRORS: dict[int, type[FerrumError] | type[MemoryError]] = {
+    lib.FERRUM_INVALID_ARGUMENT: InvalidArgument,
+    lib.FERRUM_UNSUPPORTED: UnsupportedError,
+    lib.FERRUM_OUT_OF_PAGES: OutOfPages,
+    lib.FERRUM_STATE_ERROR: StateError,
+    lib.FERRUM_DEVICE_ERROR: DeviceError,
+    lib.FERRUM_OUT_OF_MEMORY: MemoryError,
+    lib.FERRUM_INTERNAL_ERROR: FerrumError,
+}
+
+
+def _check(status: int) -> None:
+    if status:
+        raise _ERRORS[status](ffi.string(lib.ferrum_last_error()).decode())
+
+
+def _new(kind: str, release: Callable[[Any], None], status_of: Callable[[Any], int]) -> Handle:
+    out = ffi.new(f"{kind} **")
+    _check(status_of(out))
+    return ffi.gc(out[0], release)
+
+
+def _fields(struct: Any) -> dict[str, Any]:
+    """A native struct as a dict: numbers stay, C strings and arrays become Python's, padding goes."""
+    result = {}
+    for name, field in ffi.typeof(struct).fields:
+        if name == "pad":
+            continue
+        value = getattr(struct, name)
+        if field.type.kind == "array":
+            value = list(value)
+        elif field.type.kind == "pointer":
+            value = ffi.string(value).decode()
+        result[name] = value
+    return result
+
+
+# ---- Library
+
+
+def build_fingerprint() -> str:
+    """SHA-256, in hex, over the sources the loaded library was built from."""
+    return str(ffi.string(lib.ferrum_build_fingerprint()).decode())
+
+
+def debug_counts() -> dict[str, int]:
+    """Live native objects of this process by kind."""
+    counts = ffi.new("ferrum_counts *")
+    lib.ferrum_debug_counts(counts)
+    return _fields(counts[0])
+
+
+def formats() -> dict[str, tuple[int, int, int]]:
+    """Weight formats: name to (format number, elements per block, bytes per block)."""
+    info = ffi.new("ferrum_format_info *")
+    result = {}
+    for index in range(64):
+        if lib.ferrum_format_at(index, info):
+            break
+        result[ffi.string(info.name).decode()] = (info.format, info.block_elements, info.block_bytes)
+    return result
+
+
+def constant(name: str) -> int:
+    """An enumeration constant of the headers, such as "FERRUM_PAGE_BYTES"."""
+    return int(ffi.integer_const(name))
+
+
+def kernel_names() -> list[str]:
+    """Every kernel a plan can name."""
+    names: list[str] = []
+    while (name := lib.ferrum_kernel_name(len(names))) != ffi.NULL:
+        names.append(ffi.string(name).decode())
+    return names
+
+
+# ---- Devices, buffers
+
+
+def device_new(name: str, *, threads: int, arena_bytes: int, instruction_set: str, poison: bool) -> Handle:
+    """Open a device; zeros and "" stand for its defaults."""
+    text = ffi.new("char[]", instruction_set.encode())
+    options = ffi.new("ferrum_device_options *", [arena_bytes, threads, int(poison), text])
+    return _new(
+        "ferrum_device",
+        lib.ferrum_device_release,
+        lambda out: lib.ferrum_device_new(name.encode(), options, out),
+    )
+
+
+def device_describe(device: Handle) -> dict[str, Any]:
+    """Fields of ferrum_device_summary."""
+    summary = ffi.new("ferrum_device_summary *")
+    _check(lib.ferrum_device_describe(device, summary))
+    return _fields(summary[0])
+
+
+def arena_stats(device: Handle) -> dict[str, int]:
+    """Fields of ferrum_arena_stats."""
+    stats = ffi.new("ferrum_arena_stats *")
+    _check(lib.ferrum_device_arena_stats(device, stats))
+    return _fields(stats[0])
+
+
+def buffer_from(device: Handle, data: np.ndarray[Any, Any]) -> Handle:
+    """A new buffer with a copy of the C-contiguous array's bytes."""
+    handle = _new(
+        "ferrum_buffer",
+        lib.ferrum_buffer_release,
+        lambda out: lib.ferrum_buffer_new(device, data.nbytes, out),
+    )
+    if data.nbytes:
+        ffi.memmove(_contents(handle)[0], ffi.from_buffer(data.reshape(-1).view(np.uint8)), data.nbytes)
+    return handle
+
+
+def buffer_wrap(device: Handle, data: np.ndarray[Any, Any]) -> Handle:
+    """A buffer over the array's own memory, which it keeps alive. Nobody may write to it afterwards."""
+    view = ffi.from_buffer(data)
+    out = ffi.new("ferrum_buffer **")
+    _check(lib.ferrum_buffer_wrap(device, view, data.nbytes, out))
+
+    def release(pointer: Any, keep: Any = view) -> None:
+        lib.ferrum_buffer_release(pointer)
+
+    return ffi.gc(out[0], release)
+
+
+def _contents(buffer: Handle) -> tuple[Any, int]:
+    data, size = ffi.new("void **"), ffi.new("uint64_t *")
+    _check(lib.ferrum_buffer_contents(buffer, data, size))
+    return data[0], size[0]
+
+
+def buffer_view(buffer: Handle) -> np.ndarray[Any, Any]:
+    """The buffer's bytes, read-only uint8, once every call that writes them is done; keeps the buffer alive."""
+    data, size = _contents(buffer)
+
+    def keep(pointer: Any, owner: Any = buffer) -> None:
+        """Holds `owner` until NumPy is done with the memory."""
+
+    view = np.frombuffer(ffi.buffer(ffi.gc(data, keep), size), dtype=np.uint8)
+    view.flags.writeable = False
+    return view
+
+
+def buffer_wait(buffer: Handle) -> None:
+    """Return when every call that writes the buffer is done; raises what failed."""
+    _contents(buffer)
+
+
+def tensor(buffer: Handle, offset: int, shape: Sequence[int], number: int) -> Any:
+    """A ferrum_tensor; keep `buffer` alive beside it."""
+    padded = [*shape, *([0] * (4 - len(shape)))]
+    return ffi.new("ferrum_tensor *", [buffer, offset, padded, len(shape), number])
+
+
+NO_TENSOR = ffi.NULL
+
+
+# ---- States
+
+
+def _state(status_of: Callable[[Any], int]) -> Handle:
+    return _new("ferrum_state", lib.ferrum_state_release, status_of)
+
+
+def state_new(device: Handle, key_value_heads: int, head_dim: int) -> Handle:
+    """An empty state."""
+    return _state(lambda out: lib.ferrum_state_new(device, key_value_heads, head_dim, out))
+
+
+def state_describe(state: Handle) -> dict[str, int]:
+    """Fields of ferrum_state_summary."""
+    summary = ffi.new("ferrum_state_summary *")
+    _check(lib.ferrum_state_describe(state, summary))
+    return _fields(summary[0])
+
+
+def state_truncate(state: Handle, length: int) -> Handle:
+    """The state's first `length` tokens."""
+    return _state(lambda out: lib.ferrum_state_truncate(state, length, out))
+
+
+def state_append(state: Handle, keys: Any, values: Any) -> Handle:
+    """The state with `keys` and `values` (tensors) behind it."""
+    return _state(lambda out: lib.ferrum_state_append(state, keys, values, out))
+
+
+def state_read(state: Handle, start: int, tokens: int) -> tuple[Handle, Handle]:
+    """Buffers of the keys and the values of a range of tokens."""
+    keys, values = ffi.new("ferrum_buffer **"), ffi.new("ferrum_buffer **")
+    _check(lib.ferrum_state_read(state, start, tokens, keys, values))
+    return ffi.gc(keys[0], lib.ferrum_buffer_release), ffi.gc(values[0], lib.ferrum_buffer_release)
+
+
+# ---- Attention
+
+
+def attention_new(device: Handle, config: dict[str, Any], frequencies: np.ndarray[Any, Any]) -> Handle:
+    """A validated attention operation; `config` holds the fields of ferrum_attention_config."""
+    native = ffi.new("ferrum_attention_config *", config)
+    table = ffi.from_buffer("double[]", frequencies)
+    return _new(
+        "ferrum_attention",
+        lib.ferrum_attention_release,
+        lambda out: lib.ferrum_attention_new(device, native, table, out),
+    )
+
+
+WEIGHT_FIELDS: tuple[str, ...] = tuple(name for name, _ in ffi.typeof("ferrum_attention_weights").fields)
+
+
+def causal_attention(
+    attention: Handle,
+    weights: dict[str, Any],
+    packed: bool,
+    states: Sequence[Handle],
+    tokens: Sequence[int],
+    xs: Sequence[Any],
+) -> tuple[list[Handle], list[Handle]]:
+    """New states and output buffers of one call; `weights` maps fields to tensors."""
+    native = ffi.new("ferrum_attention_weights *", {name: value[0] for name, value in weights.items()})
+    n = len(states)
+    outputs = 1 if packed else n
+    out_states, out_ys = ffi.new("ferrum_state *[]", n), ffi.new("ferrum_buffer *[]", outputs)
+    _check(
+        lib.ferrum_causal_attention(
+            attention,
+            native,
+            lib.FERRUM_FORM_PACKED if packed else lib.FERRUM_FORM_PARTICIPANT_LOOP,
+            n,
+            ffi.new("ferrum_state *[]", list(states)),
+            ffi.new("uint64_t[]", list(tokens)),
+            ffi.new("ferrum_tensor[]", [x[0] for x in xs]),
+            out_states,
+            out_ys,
+        )
+    )
+    return (
+        [ffi.gc(state, lib.ferrum_state_release) for state in out_states],
+        [ffi.gc(y, lib.ferrum_buffer_release) for y in out_ys],
+    )
+
+
+def attention_plan(
+    attention: Handle, request: dict[str, Any], starts: Sequence[int], tokens: Sequence[int]
+) -> tuple[dict[str, Any], list[dict[str, Any]], list[tuple[int, int]]]:
+    """Summary, launches (params as a dict of the kernel's struct) and resources (role, index) of a plan."""
+    kept = ffi.new("uint64_t[]", list(starts)), ffi.new("uint64_t[]", list(tokens))
+    native = ffi.new(
+        "ferrum_plan_request *",
+        {**request, "participants": len(starts), "starts": kept[0], "tokens": kept[1]},
+    )
+    plan = _new("ferrum_plan", lib.ferrum_plan_release, lambda out: lib.ferrum_attention_plan(attention, native, out))
+    summary, launch = ffi.new("ferrum_plan_summary *"), ffi.new("ferrum_launch *")
+    _check(lib.ferrum_plan_describe(plan, summary))
+    launches, resources = [], []
+    for index in range(summary.launches):
+        _check(lib.ferrum_plan_launch(plan, index, launch))
+        entry = _fields(launch[0])
+        entry["kernel"] = ffi.string(lib.ferrum_kernel_name(launch.kernel)).decode()
+        entry["bindings"] = [(b.slot, b.resource, b.offset) for b in launch.bindings[0 : launch.binding_count]]
+        struct = ffi.cast(f"{_params_struct(entry['kernel'])} *", launch.params)
+        entry["params"] = _fields(struct[0])
+        launches.append(entry)
+    resource = ffi.new("ferrum_resource *")
+    for index in range(summary.resources):
+        _check(lib.ferrum_plan_resource(plan, index, resource))
+        resources.append((resource.role, resource.index))
+    return _fields(summary[0]), launches, resources
+
+
+def _params_struct(kernel: str) -> str:
+    family = kernel.rsplit("_", 1)[0].removesuffix("_prepare")
+    return next(
+        struct for struct in ("causal_attention", "rms_norm", "residual_add", "linear") if family.startswith(struct)
+    ).join(("ferrum_", "_params"))
+
+
+# ---- Other operations
+
+
+def operation(name: str, device: Handle, *arguments: Any, outputs: int = 1) -> list[Handle]:
+    """Call `ferrum_<name>(device, *arguments, out…)`; gives the output buffers."""
+    outs = [ffi.new("ferrum_buffer **") for _ in range(outputs)]
+    _check(getattr(lib, f"ferrum_{name}")(device, *arguments, *outs))
+    return [ffi.gc(out[0], lib.ferrum_buffer_release) for out in outs]

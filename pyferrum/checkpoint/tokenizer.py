@@ -1,0 +1,290 @@
+"""Text to token ids and back, from a GGUF file's metadata or a folder of Hugging Face files.
+
+Both sources end in one backend of the `tokenizers` library. What the files say about BOS, about the tokens
+that end an answer and about the chat template is read here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from pyferrum.checkpoint.byte_level import RULES, byte_level_bpe
+from pyferrum.checkpoint.metadata import typed_value
+from pyferrum.checkpoint.stored import read_json
+from pyferrum.errors import CheckpointError, InvalidArgument
+
+if TYPE_CHECKING:
+    import jinja2
+    import tokenizers
+
+Message = Mapping[str, Any]
+
+
+class Tokenizer:
+    """A model's tokenizer. Special tokens written out in text, such as `<|im_start|>`, become one id."""
+
+    bos_token_id: int | None
+    """The token a sequence begins with, if the model has one (whether `encode` adds it is `add_bos`)."""
+    eos_token_ids: frozenset[int]
+    """Every token that ends an answer: end of text, of turn, of message."""
+    add_bos: bool
+    """The file's setting: whether `encode` begins with BOS unless told otherwise."""
+    chat_template: str | None
+    """The Jinja source that renders a conversation, or None."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        path: Path,
+        *,
+        bos_token_id: int | None,
+        eos_token_ids: Iterable[int],
+        add_bos: bool,
+        chat_template: str | None,
+        bos_token: str | None,
+        eos_token: str | None,
+    ) -> None:
+        self._backend = backend
+        self._path = path
+        self.bos_token_id = bos_token_id
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.add_bos = add_bos and bos_token_id is not None
+        self.chat_template = chat_template
+        # A template prints None as "None", and an absent variable as nothing.
+        named = {"bos_token": bos_token, "eos_token": eos_token}
+        self._special_tokens = {name: text for name, text in named.items() if text is not None}
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any], path: str | Path) -> Tokenizer:
+        """Build from `GGUFFile.metadata`; `path` is named in errors.
+
+        Raises CheckpointError if the file has no tokenizer, or one of a kind this reader does not know.
+        """
+        path = Path(path)
+        model = typed_value(metadata, path, "tokenizer.ggml.model", str)
+        if model != "gpt2":
+            raise CheckpointError(
+                f"{path}: tokenizer.ggml.model is {model!r}; known: 'gpt2' (byte-level BPE). Use "
+                "the model's tokenizer.json with Tokenizer.from_files instead"
+            )
+        name = typed_value(metadata, path, "tokenizer.ggml.pre", str)
+        if name not in RULES:
+            raise CheckpointError(
+                f"{path}: tokenizer.ggml.pre is {name!r}, a splitting rule this reader does not know; "
+                f"known: {', '.join(RULES)}. Use the model's tokenizer.json with Tokenizer.from_files instead"
+            )
+        tokens = typed_value(metadata, path, "tokenizer.ggml.tokens", list[str])
+        backend = byte_level_bpe(metadata, path, tokens, RULES[name])
+
+        def token_id(role: str) -> int | None:
+            value = typed_value(metadata, path, f"tokenizer.ggml.{role}_token_id", int, None)
+            if value is not None and not 0 <= value < len(tokens):
+                raise CheckpointError(f"{path}: the {role} token is {value}, with {len(tokens):,} tokens")
+            return value
+
+        bos, eos = token_id("bos"), token_id("eos")
+        endings = (eos, token_id("eot"), token_id("eom"))
+        return cls(
+            backend,
+            path,
+            bos_token_id=bos,
+            eos_token_ids=(ending for ending in endings if ending is not None),
+            add_bos=typed_value(metadata, path, "tokenizer.ggml.add_bos_token", bool, RULES[name].add_bos),
+            chat_template=typed_value(metadata, path, "tokenizer.chat_template", str, None),
+            bos_token=None if bos is None else tokens[bos],
+            eos_token=None if eos is None else tokens[eos],
+        )
+
+    @classmethod
+    def from_files(cls, folder: str | Path) -> Tokenizer:
+        """Build from `tokenizer.json` and the settings in `tokenizer_config.json`, `generation_config.json`.
+
+        Both settings files may be missing. A `chat_template.jinja` comes before the template in the config.
+        Raises CheckpointError if `tokenizer.json` is missing or damaged, or names a token it does not have.
+        """
+        import tokenizers
+
+        folder = Path(folder)
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(f"{folder}: no tokenizer.json there")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise CheckpointError(f"{path}: the tokenizers library cannot read it: {error}") from error
+        # A file saved during training may cut or pad every text.
+        backend.no_truncation()
+        backend.no_padding()
+        config, generation = (
+            read_json(folder / name) if (folder / name).is_file() else {}
+            for name in ("tokenizer_config.json", "generation_config.json")
+        )
+
+        def settings_of(role: str) -> tuple[list[int], str | None]:
+            """The ids both files give for a role, and the token's text."""
+            declared = generation.get(f"{role}_token_id")
+            ids = declared if isinstance(declared, list) else [] if declared is None else [declared]
+            text = config.get(f"{role}_token")
+            text = text.get("content") if isinstance(text, dict) else text
+            if text is not None:
+                ids = [backend.token_to_id(text) if isinstance(text, str) else text, *ids]
+            if not all(type(i) is int and backend.id_to_token(i) is not None for i in ids):
+                raise CheckpointError(f"{folder}: {role} token {text!r}, {declared!r}: not in {path.name}")
+            return ids, text if text is not None or not ids else backend.id_to_token(ids[0])
+
+        (bos_ids, bos_text), (eos_ids, eos_text) = settings_of("bos"), settings_of("eos")
+        bos = bos_ids[0] if bos_ids else None
+        add_bos = config.get("add_bos_token")
+        if add_bos is None:
+            add_bos = bos is not None and backend.encode("").ids[:1] == [bos]
+        return cls(
+            backend,
+            folder,
+            bos_token_id=bos,
+            eos_token_ids=eos_ids,
+            add_bos=bool(add_bos),
+            chat_template=_template_in(folder, config),
+            bos_token=bos_text,
+            eos_token=eos_text,
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included. A model's embedding may have more rows, for padding."""
+        return self._backend.get_vocab_size()
+
+    def encode(self, text: str, *, add_bos: bool | None = None) -> list[int]:
+        """Token ids of `text`.
+
+        BOS comes first if `add_bos` (None: the file's setting), but never a second one when the text itself
+        begins with it. Bytes that the vocabulary has no token for are dropped, as llama.cpp does (the demo
+        model lacks a few control characters). Raises InvalidArgument if BOS is asked of a model without one.
+        """
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        if add_bos and self.bos_token_id is None:
+            raise InvalidArgument(f"add_bos=True, but the tokenizer of {self._path} has no BOS token")
+        wanted = self.add_bos if add_bos is None else add_bos
+        if wanted and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
+            ids.insert(0, self.bos_token_id)
+        return ids
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
+        """The text of `ids`; bytes that are not UTF-8 become U+FFFD, special tokens their own text."""
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+
+    def stream(self, *, skip_special: bool = False) -> TextStream:
+        """A decoder for one sequence that arrives token by token."""
+        return TextStream(self, skip_special)
+
+    def apply_chat_template(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """The conversation as the model's template writes it; `variables` such as `tools` are passed to it.
+
+        Raises CheckpointError if the model has no usable template, InvalidArgument if the template refuses
+        the messages.
+        """
+        import jinja2
+
+        known = {"tools": None, "documents": None, **self._special_tokens}
+        given = {"messages": messages, "add_generation_prompt": add_generation_prompt, **variables}
+        try:
+            return self._template.render(known | given)
+        except (jinja2.TemplateError, TypeError) as error:
+            raise InvalidArgument(f"messages: refused by the template of {self._path}: {error}") from error
+
+    def encode_chat(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> list[int]:
+        """Token ids of the rendered conversation.
+
+        There is one BOS, whether the template writes it or the file's setting asks for it.
+        """
+        text = self.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, **variables)
+        return self.encode(text)
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        import jinja2
+
+        if self.chat_template is None:
+            raise CheckpointError(f"{self._path}: no chat template; write the prompt and encode() it")
+        try:
+            return _template_environment().from_string(self.chat_template)
+        except jinja2.TemplateError as error:
+            raise CheckpointError(f"{self._path}: the chat template is not valid Jinja: {error}") from error
+
+
+class TextStream:
+    """Text of a token sequence as it grows. All pieces together are `decode` of all the ids.
+
+    A piece ends where a character does: bytes of an unfinished one wait for the next token, or for `flush`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
+        self._tokenizer, self._skip_special = tokenizer, skip_special
+        # Decoders may treat the first token differently (a leading space): one finished stretch is kept.
+        self._context: list[int] = []
+        self._pending: list[int] = []
+        self._sent = 0
+
+    def push(self, token_id: int) -> str:
+        """Add one token; returns the text that is now certain, which may be empty."""
+        self._pending.append(token_id)
+        new = self._new_text()
+        certain = new.rstrip("\ufffd")
+        piece = certain[self._sent :]
+        if len(certain) < len(new):
+            self._sent = max(self._sent, len(certain))
+        else:
+            # Without text of its own a stretch (a skipped special token) is no context for the next.
+            self._context = self._pending if new else self._context + self._pending
+            self._pending, self._sent = [], 0
+        return piece
+
+    def flush(self) -> str:
+        """The text still held back, U+FFFD for unfinished bytes; the stream then starts afresh."""
+        piece = self._new_text()[self._sent :]
+        self._context, self._pending, self._sent = [], [], 0
+        return piece
+
+    def _new_text(self) -> str:
+        decode = self._tokenizer.decode
+        before = decode(self._context, skip_special=self._skip_special)
+        return decode(self._context + self._pending, skip_special=self._skip_special)[len(before) :]
+
+
+def _template_in(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """The chat template of a folder: its own file, or a string or a list of named ones in the config."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = next((entry.get("template") for entry in template if entry.get("name") == "default"), None)
+    if template is not None and not isinstance(template, str):
+        raise CheckpointError(f"{folder}: chat_template in tokenizer_config.json should be text")
+    return template
+
+
+def _template_environment() -> jinja2.Environment:
+    """The sandbox and helpers that templates are written for (transformers' `chat_template_utils`)."""
+    import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    # Jinja's own tojson escapes for HTML, which would reach the model.
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    return environment

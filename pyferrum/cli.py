@@ -1,0 +1,225 @@
+"""The command line: `pyferrum info | run | eval | inspect | bench`. Flags are spelled as mlx-lm spells them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import pyferrum as pf
+from pyferrum.evaluate import perplexity
+from pyferrum.models.llama import LlamaParams
+
+
+def _print(value: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(value))
+    else:
+        width = max(len(key) for key in value)
+        for key, entry in value.items():
+            shown = f"{entry:,}" if isinstance(entry, int) and not isinstance(entry, bool) else entry
+            print(f"{key:<{width}}  {shown}")
+
+
+def _load(arguments: argparse.Namespace) -> pf.Model:
+    return pf.load(arguments.model, dtype=arguments.dtype)
+
+
+def info(arguments: argparse.Namespace) -> None:
+    """Device, library and arena."""
+    arena = {f"arena_{name}": value for name, value in pf.arena_stats().items()}
+    _print({"pyferrum": pf.__version__} | pf.device_info() | arena, arguments.json)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Generate from a prompt, streaming."""
+    prompt: Any = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    model = _load(arguments)
+    if not arguments.ignore_chat_template and model.tokenizer.chat_template is not None:
+        system = [{"role": "system", "content": arguments.system_prompt}] if arguments.system_prompt else []
+        prompt = [*system, {"role": "user", "content": prompt}]
+    steps = pf.generate(
+        model,
+        prompt,
+        max_tokens=arguments.max_tokens,
+        temp=arguments.temp,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        min_p=arguments.min_p,
+        key=arguments.seed,
+    )
+    text, last = "", None
+    for last in steps:
+        text += last.text
+        if not arguments.json:
+            print(last.text, end="", flush=True)
+    assert last is not None  # at least one token was asked for
+    if arguments.json:
+        fields = ("prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "peak_memory")
+        result = {name: getattr(last, name) for name in fields}
+        print(json.dumps({"text": text, **result, "finish_reason": last.finish_reason}))
+        return
+    print()
+    print(
+        f"[{last.prompt_tokens} prompt tokens, {last.prompt_tps:.1f} tokens/s; {last.generation_tokens} generated, "
+        f"{last.generation_tps:.1f} tokens/s; peak memory {last.peak_memory:.2f} GB]",
+        file=sys.stderr,
+    )
+
+
+def evaluate(arguments: argparse.Namespace) -> None:
+    """Perplexity of a text."""
+    if arguments.text is None:
+        text = resources.files("pyferrum").joinpath("data/tidewatch.txt").read_text()
+        name = "tidewatch.txt (ships with pyferrum)"
+    else:
+        text, name = Path(arguments.text).read_text(), arguments.text
+    model = _load(arguments)
+    tokens = model.tokenizer.encode(text, add_bos=False)[: arguments.limit]
+    bos: Any = {"auto": "auto", "never": None, "always": model.tokenizer.bos_token_id}[arguments.bos]
+    result = perplexity(model, tokens, arguments.window, bos=bos, progress=False if arguments.json else None)
+    _print({"model": str(arguments.model), "text": name, **result.to_dict()}, arguments.json)
+
+
+def inspect(arguments: argparse.Namespace) -> None:
+    """What a checkpoint holds, and the plan of one decode step of a layer."""
+    model = _load(arguments)
+    config, attention = model.config, model.config.attention
+    formats = Counter(_formats(model.params))
+    plan = pf.plan_attention(
+        attention, 1, starts=arguments.context, dtype=model.dtype, weights=model.params.layers[0].attention
+    )
+    summary = {
+        "model": str(arguments.model),
+        "architecture": config.architecture,
+        "layers": config.layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "vocabulary": config.vocabulary,
+        "tied_embeddings": config.tied_embeddings,
+        "query_heads": attention.query_heads,
+        "key_value_heads": attention.key_value_heads,
+        "head_dim": attention.head_dim,
+        "rope": f"theta {attention.rope_theta:g}, {attention.rotary_dim} dims, "
+        + ("interleaved" if attention.rope_interleaved else "half-split")
+        + f", scaling {attention.rope_scaling}",
+        "maximum_context_tokens": attention.maximum_context_tokens,
+        "state_bytes_per_token": attention.bytes_per_token * config.layers,
+        "weights": ", ".join(f"{count} {name}" for name, count in formats.most_common()),
+        **model.memory(),
+    }
+    _print(summary, arguments.json)
+    if not arguments.json:
+        print(f"\nOne token of decode in one layer, {arguments.context} tokens before it:\n{plan}")
+
+
+def _formats(params: LlamaParams) -> list[str]:
+    flat = [params.embedding, params.norm, *([] if params.output is params.embedding else [params.output])]
+    for layer in params.layers:
+        flat += [*layer.attention, *layer[1:]]
+    return [weight.format for weight in flat if weight is not None]
+
+
+def bench(arguments: argparse.Namespace) -> None:
+    """Tokens per second of prefill and decode on random tokens: medians over trials."""
+    model = _load(arguments)
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, model.config.vocabulary, arguments.prompt_tokens)
+    prefill, decode = [], []
+    for _ in range(arguments.num_trials + 1):  # the first one warms up
+        start = time.perf_counter()
+        state, logits = model.forward(model.init_state(), prompt, last_only=True)
+        logits.block_until_ready()
+        prefill.append(len(prompt) / (time.perf_counter() - start))
+        start = time.perf_counter()
+        for token in rng.integers(0, model.config.vocabulary, arguments.generation_tokens):
+            state, logits = model.forward(state, [token], last_only=True)
+            logits.block_until_ready()
+        decode.append(arguments.generation_tokens / (time.perf_counter() - start))
+    result = {"model": str(arguments.model), "threads": pf.device_info()["threads"]}
+    for name, count, rates in (
+        ("prefill", arguments.prompt_tokens, prefill[1:]),
+        ("decode", arguments.generation_tokens, decode[1:]),
+    ):
+        result |= {
+            f"{name}_tokens": count,
+            f"{name}_tps": round(statistics.median(rates), 1),
+            f"{name}_tps_spread": [round(min(rates), 1), round(max(rates), 1)],
+        }
+    _print(result, arguments.json)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command-line parser."""
+    root = argparse.ArgumentParser(prog="pyferrum", description=pf.__doc__.splitlines()[0])
+    root.add_argument("--version", action="version", version=f"pyferrum {pf.__version__}")
+    root.add_argument("--verbose", action="store_true", help="log what the loader does")
+    commands = root.add_subparsers(dest="command", required=True)
+
+    def add(name: str, action: Any, model: bool = True) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=action.__doc__, description=action.__doc__)
+        command.set_defaults(action=action)
+        command.add_argument("--json", action="store_true", help="print one JSON object")
+        if model:
+            command.add_argument("--model", required=True, type=Path, help="a .gguf file or a safetensors folder")
+            command.add_argument(
+                "--dtype", choices=("float32", "float16"), default="float32", help="of the residual stream"
+            )
+        return command
+
+    add("info", info, model=False)
+
+    command = add("run", run)
+    command.add_argument("--prompt", "-p", default="hello", help='text; "-" reads it from standard input')
+    command.add_argument("--system-prompt", help="system message of the chat template")
+    command.add_argument("--ignore-chat-template", action="store_true", help="give the prompt as it is")
+    command.add_argument("--max-tokens", "-m", type=int, default=256)
+    command.add_argument("--temp", type=float, default=0.0, help="0: the most probable token")
+    command.add_argument("--top-p", type=float, default=1.0)
+    command.add_argument("--top-k", type=int, default=0)
+    command.add_argument("--min-p", type=float, default=0.0)
+    command.add_argument("--seed", type=int, default=0)
+
+    command = add("eval", evaluate)
+    command.add_argument("--text", help="a UTF-8 file; without it, a text that ships with pyferrum")
+    command.add_argument("--window", type=int, default=512, help="tokens fed at a time")
+    command.add_argument("--limit", type=int, help="use the first so many tokens only")
+    command.add_argument("--bos", choices=("auto", "always", "never"), default="auto")
+
+    command = add("inspect", inspect)
+    command.add_argument("--context", type=int, default=512, help="tokens before the planned step")
+
+    command = add("bench", bench)
+    command.add_argument("--prompt-tokens", "-p", type=int, default=512)
+    command.add_argument("--generation-tokens", "-g", type=int, default=64)
+    command.add_argument("--num-trials", "-n", type=int, default=5)
+    return root
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command. Exit codes: 0 done, 1 it failed (one line on stderr), 2 wrong usage, 130 interrupted."""
+    arguments = parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, format="%(message)s")
+    try:
+        arguments.action(arguments)
+    except (pf.FerrumError, MemoryError, OSError) as error:
+        print(f"pyferrum: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("pyferrum: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

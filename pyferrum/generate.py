@@ -1,0 +1,144 @@
+"""Generation: a loop over a pure forward pass. Every step carries the state it left, ready to be continued twice."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pyferrum import _random as random
+from pyferrum.errors import InvalidArgument
+from pyferrum.models.model import Model, ModelState
+from pyferrum.sampling import Sampling, log_softmax
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class GenerationResponse:
+    """One step. Field names as in mlx-lm's GenerationResponse, with the state added."""
+
+    text: str
+    """Text that became complete with this token; characters of several tokens come with the last of them."""
+    token: int
+    logprobs: np.ndarray[Any, np.dtype[np.float32]]
+    """Log-probabilities the token was chosen from (before temperature), float32 [vocabulary]."""
+    from_draft: bool
+    """Whether a draft model proposed the token."""
+    prompt_tokens: int
+    prompt_tps: float
+    """Prompt tokens per second."""
+    generation_tokens: int
+    """Tokens so far, this one included."""
+    generation_tps: float
+    """Generated tokens per second."""
+    peak_memory: float
+    """Of the process, in GB."""
+    finish_reason: str | None
+    """None, "stop" (an end-of-sequence token, which is not in `text`) or "length"."""
+    state: ModelState
+    """Everything up to, but not including, this token."""
+
+
+def prompt_tokens(model: Model, prompt: Prompt) -> list[int]:
+    """Token ids of a prompt: text (with BOS if the tokenizer says so), chat messages, or ids as they are."""
+    if isinstance(prompt, str):
+        return model.tokenizer.encode(prompt)
+    messages = [entry for entry in prompt if isinstance(entry, Mapping)]
+    if messages:
+        return model.tokenizer.encode_chat(messages)
+    return [int(token) for token in prompt if not isinstance(token, Mapping)]
+
+
+def generate(
+    model: Model,
+    prompt: Prompt,
+    *,
+    max_tokens: int = 256,
+    temp: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    key: random.Key | int = 0,
+    state: ModelState | None = None,
+    ignore_eos: bool = False,
+) -> Iterator[GenerationResponse]:
+    """Continue a prompt, token by token.
+
+    Args:
+        model: the model.
+        prompt: text, chat messages ({"role", "content"}), or token ids; at least one token.
+        max_tokens: how many to generate at most.
+        temp: temperature; 0 takes the most probable token.
+        top_p: nucleus; 1 keeps all.
+        top_k: most probable tokens kept; 0 keeps all.
+        min_p: least probability kept, relative to the best.
+        key: of the draws (`pyferrum.random.key`), or a seed. The same key gives the same text.
+        state: what came before the prompt; None for nothing. It stays as it is.
+        ignore_eos: go on after an end-of-sequence token.
+
+    Yields:
+        A GenerationResponse per token; the last one has a `finish_reason`.
+
+    Raises:
+        InvalidArgument: an option out of its range, or an empty prompt.
+    """
+    sampling = Sampling(temp, top_k, top_p, min_p)
+    if max_tokens < 1:
+        raise InvalidArgument(f"max_tokens: expected at least 1, got {max_tokens}")
+    tokens = prompt_tokens(model, prompt)
+    if not tokens:
+        raise InvalidArgument("prompt: expected at least one token, got none")
+    return _steps(model, tokens, max_tokens, sampling, key, state, ignore_eos)
+
+
+def _steps(
+    model: Model,
+    tokens: list[int],
+    max_tokens: int,
+    sampling: Sampling,
+    key: random.Key | int,
+    state: ModelState | None,
+    ignore_eos: bool,
+) -> Iterator[GenerationResponse]:
+    key = random.key(key) if isinstance(key, int) else key
+    ends = frozenset() if ignore_eos else model.tokenizer.eos_token_ids
+    stream = model.tokenizer.stream()
+    start = time.perf_counter()
+    current, logits = model.forward(state or model.init_state(), tokens, last_only=True)
+    row = np.asarray(logits)[0]
+    prompt_tps = len(tokens) / (time.perf_counter() - start)
+    start = time.perf_counter()
+    for count in range(1, max_tokens + 1):
+        key, use = random.split(key)
+        token = random.categorical(use, sampling.probabilities(row))
+        finish = "stop" if token in ends else "length" if count == max_tokens else None
+        text = "" if finish == "stop" else stream.push(token)
+        yield GenerationResponse(
+            text=text + stream.flush() if finish else text,
+            token=token,
+            logprobs=log_softmax(row),
+            from_draft=False,
+            prompt_tokens=len(tokens),
+            prompt_tps=prompt_tps,
+            generation_tokens=count,
+            generation_tps=count / (time.perf_counter() - start),
+            peak_memory=peak_memory(),
+            finish_reason=finish,
+            state=current,
+        )
+        if finish:
+            return
+        current, logits = model.forward(current, [token], last_only=True)
+        row = np.asarray(logits)[0]
+
+
+def peak_memory() -> float:
+    """Largest resident size of this process so far, in GB."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 1e9 if sys.platform == "darwin" else peak * 1024 / 1e9

@@ -1,0 +1,5 @@
+"""Models as pure functions of parameters, states and tokens, and the loader of checkpoints."""
+
+from pyferrum.models.model import Model, ModelState, load
+
+__all__ = ["Model", "ModelState", "load"]

@@ -1,0 +1,115 @@
+"""Llama: a decoder of pre-normed attention and SwiGLU layers, as pure functions of parameters, states and tokens.
+
+Formulas: FACTS F.1, after transformers' modeling_llama. The same functions run on `pyferrum` and on
+`pyferrum.reference`: pass the module as `ops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+import pyferrum
+from pyferrum.attention import Ragged
+from pyferrum.config import AttentionConfig
+from pyferrum.weights import AttentionWeights
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The shape of a Llama model."""
+
+    architecture: str
+    """As the file names it: "llama" (GGUF) or "LlamaForCausalLM"."""
+    layers: int
+    intermediate_size: int
+    vocabulary: int
+    attention: AttentionConfig
+    """Of every layer."""
+    tied_embeddings: bool
+    """The embedding is also the output matrix."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        return self.attention.hidden_size
+
+
+class LayerParams(NamedTuple):
+    """Weights of one layer."""
+
+    attention: AttentionWeights
+    mlp_norm: Any
+    """[hidden]"""
+    gate_proj: Any
+    """[intermediate, hidden]"""
+    up_proj: Any
+    """[intermediate, hidden]"""
+    down_proj: Any
+    """[hidden, intermediate]"""
+
+
+class LlamaParams(NamedTuple):
+    """Weights of a model."""
+
+    embedding: Any
+    """[vocabulary, hidden]"""
+    layers: tuple[LayerParams, ...]
+    norm: Any
+    """[hidden]"""
+    output: Any
+    """[vocabulary, hidden]; the embedding itself where they are tied"""
+
+
+def mlp(x: Any, layer: LayerParams, *, epsilon: float, ops: ModuleType = pyferrum) -> Any:
+    """x + down(silu(gate(n)) * up(n)), n = norm(x). [tokens, hidden], in x's dtype."""
+    n = ops.rms_norm(x, layer.mlp_norm, epsilon=epsilon)
+    gated = ops.swiglu(ops.linear(n, layer.gate_proj), ops.linear(n, layer.up_proj))
+    return ops.residual_add(x, ops.linear(gated, layer.down_proj))
+
+
+def forward(
+    params: LlamaParams,
+    config: LlamaConfig,
+    states: Sequence[Sequence[Any]],
+    tokens: Sequence[np.ndarray[Any, Any]],
+    *,
+    dtype: DTypeLike = np.float32,
+    ops: ModuleType = pyferrum,
+) -> tuple[list[tuple[Any, ...]], Any]:
+    """Run new tokens of n sequences through every layer and the final norm.
+
+    Args:
+        params: the model's weights.
+        config: its shape.
+        states: for each sequence, a state for each layer.
+        tokens: for each sequence, its new tokens, int32 [tokens].
+        dtype: of the residual stream: float32 or float16.
+        ops: `pyferrum` or `pyferrum.reference`.
+
+    Returns:
+        (states in the form they came in, normed hidden states float16 [sum of tokens, hidden]).
+    """
+    lengths = [len(t) for t in tokens]
+    x = ops.embed(np.concatenate(tokens), params.embedding, dtype=dtype)
+    new: list[tuple[Any, ...]] = []
+    for index, layer in enumerate(params.layers):
+        if len(tokens) == 1:
+            state, x = ops.causal_attention(states[0][index], x, layer.attention)
+            new.append((state,))
+        else:
+            group, x = ops.causal_attention([state[index] for state in states], Ragged(x, lengths), layer.attention)
+            new.append(group)
+        x = mlp(x, layer, epsilon=config.attention.epsilon, ops=ops)
+    by_sequence = [tuple(layer[i] for layer in new) for i in range(len(tokens))]
+    return by_sequence, ops.rms_norm(x, params.norm, epsilon=config.attention.epsilon)
+
+
+def logits(params: LlamaParams, hidden: Any, *, ops: ModuleType = pyferrum) -> Any:
+    """Scores of every token of the vocabulary: float32 [rows, vocabulary] from normed hidden states."""
+    return ops.linear(hidden, params.output, dtype=np.float32)

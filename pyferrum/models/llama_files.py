@@ -1,0 +1,264 @@
+"""Llama checkpoints: GGUF files of architecture `llama` and safetensors folders of `LlamaForCausalLM`.
+
+Names and keys: FACTS F.3 and F.4, after llama.cpp's and transformers' converters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from pyferrum import rope
+from pyferrum.checkpoint import GGUFFile, SafetensorsFiles
+from pyferrum.config import AttentionConfig
+from pyferrum.errors import CheckpointError, UnsupportedError
+from pyferrum.models.llama import LayerParams, LlamaConfig, LlamaParams
+from pyferrum.models.loading import TensorLoader
+from pyferrum.weights import AttentionWeights
+
+_GGUF_LAYER = {
+    "attn_norm": "attn_norm.weight",
+    "q": "attn_q.weight",
+    "k": "attn_k.weight",
+    "v": "attn_v.weight",
+    "o": "attn_output.weight",
+    "q_bias": "attn_q.bias",
+    "k_bias": "attn_k.bias",
+    "v_bias": "attn_v.bias",
+    "o_bias": "attn_output.bias",
+    "mlp_norm": "ffn_norm.weight",
+    "gate": "ffn_gate.weight",
+    "up": "ffn_up.weight",
+    "down": "ffn_down.weight",
+}
+
+_HF_LAYER = {
+    "attn_norm": "input_layernorm.weight",
+    "q": "self_attn.q_proj.weight",
+    "k": "self_attn.k_proj.weight",
+    "v": "self_attn.v_proj.weight",
+    "o": "self_attn.o_proj.weight",
+    "q_bias": "self_attn.q_proj.bias",
+    "k_bias": "self_attn.k_proj.bias",
+    "v_bias": "self_attn.v_proj.bias",
+    "o_bias": "self_attn.o_proj.bias",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
+}
+
+
+def _params(
+    config: LlamaConfig,
+    load: TensorLoader,
+    *,
+    embedding: str,
+    norm: str,
+    output: str,
+    layer_name: Callable[[int, str], str],
+) -> LlamaParams:
+    attention, hidden, wide = config.attention, config.hidden_size, config.intermediate_size
+    query, kv = attention.query_projection_features, attention.kv_features
+    layers = []
+    for index in range(config.layers):
+
+        def matrix(part: str, out: int, into: int, index: int = index) -> Any:
+            return load.matrix(layer_name(index, part), (out, into))
+
+        def vector(part: str, length: int, optional: bool = False, index: int = index) -> Any:
+            return load.vector(layer_name(index, part), length, optional=optional)
+
+        weights = AttentionWeights(
+            input_norm=vector("attn_norm", hidden),
+            q_proj=matrix("q", query, hidden),
+            k_proj=matrix("k", kv, hidden),
+            v_proj=matrix("v", kv, hidden),
+            o_proj=matrix("o", hidden, query),
+            q_bias=vector("q_bias", query, optional=True),
+            k_bias=vector("k_bias", kv, optional=True),
+            v_bias=vector("v_bias", kv, optional=True),
+            o_bias=vector("o_bias", hidden, optional=True),
+        )
+        layers.append(
+            LayerParams(
+                weights,
+                vector("mlp_norm", hidden),
+                matrix("gate", wide, hidden),
+                matrix("up", wide, hidden),
+                matrix("down", hidden, wide),
+            )
+        )
+    table = load.matrix(embedding, (config.vocabulary, hidden))
+    head = table if config.tied_embeddings else load.matrix(output, (config.vocabulary, hidden))
+    return LlamaParams(table, tuple(layers), load.vector(norm, hidden), head)
+
+
+# ---- GGUF
+
+
+def gguf_config(file: GGUFFile) -> LlamaConfig:
+    """The configuration in a GGUF file of architecture `llama`."""
+
+    def number(key: str, kind: type[Any], *default: Any) -> Any:
+        return file.get(f"llama.{key}", kind, *default)
+
+    hidden, heads = number("embedding_length", int), number("attention.head_count", int)
+    kv_heads = file.metadata.get("llama.attention.head_count_kv", heads)
+    if np.ndim(kv_heads):
+        if len(set(np.asarray(kv_heads).tolist())) != 1:
+            raise UnsupportedError(f"{file.path}: layers with different head_count_kv {kv_heads} are not built")
+        kv_heads = kv_heads[0]
+    if number("expert_count", int, 0):
+        raise UnsupportedError(f"{file.path}: a mixture of experts (llama.expert_count) is not built")
+    if heads < 1 or hidden < 1:
+        raise CheckpointError(f"{file.path}: expected positive sizes, got {hidden=}, {heads=}")
+    head_dim = number("attention.key_length", int, hidden // heads)
+    if number("attention.value_length", int, head_dim) != head_dim:
+        raise UnsupportedError(f"{file.path}: values of another width than keys are not built")
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise CheckpointError(f"{file.path}: tensor 'token_embd.weight' is missing")
+    attention = AttentionConfig(
+        hidden_size=hidden,
+        query_heads=heads,
+        key_value_heads=int(kv_heads),
+        head_dim=head_dim,
+        rope_dim=number("rope.dimension_count", int, head_dim),
+        maximum_context_tokens=number("context_length", int),
+        epsilon=number("attention.layer_norm_rms_epsilon", float),
+        rope_theta=number("rope.freq_base", float, 10000.0),
+        rope_scaling=_gguf_scaling(file),
+        rope_interleaved=True,  # the converter permutes q and k rows for it
+    )
+    return LlamaConfig(
+        architecture="llama",
+        layers=number("block_count", int),
+        intermediate_size=number("feed_forward_length", int),
+        vocabulary=embedding.shape[0],
+        attention=attention,
+        tied_embeddings="output.weight" not in file.tensors,
+    )
+
+
+def _gguf_scaling(file: GGUFFile) -> rope.Scaling | None:
+    if "rope_freqs.weight" in file.tensors:
+        divisors = file.tensors["rope_freqs.weight"].array().astype(np.float64)
+        return rope.FrequencyFactors(tuple(divisors.tolist()))
+    kind = file.get("llama.rope.scaling.type", str, "none")
+    if kind == "none":
+        return None
+    factor = file.get("llama.rope.scaling.factor", float)
+    if kind == "linear":
+        return rope.LinearScaling(factor)
+    if kind == "yarn":
+        original = file.get("llama.rope.scaling.original_context_length", int)
+        return rope.YarnScaling(factor, original)
+    raise UnsupportedError(f"{file.path}: llama.rope.scaling.type {kind!r}; known: none, linear, yarn")
+
+
+def gguf_params(file: GGUFFile, config: LlamaConfig, load: TensorLoader) -> LlamaParams:
+    """The weights of a GGUF file, as they are stored."""
+    load.use("rope_freqs.weight")
+    return _params(
+        config,
+        load,
+        embedding="token_embd.weight",
+        norm="output_norm.weight",
+        output="output.weight",
+        layer_name=lambda index, part: f"blk.{index}.{_GGUF_LAYER[part]}",
+    )
+
+
+# ---- safetensors
+
+
+def hf_config(files: SafetensorsFiles) -> LlamaConfig:
+    """The configuration in the `config.json` of a `LlamaForCausalLM` folder."""
+    source = f"{files.path}: config.json"
+    values = files.config
+    if values is None:
+        raise CheckpointError(f"{source}: missing; it says how the weights go together")
+
+    def number(key: str, kind: type[Any], *default: Any) -> Any:
+        value = values.get(key)
+        if value is None and default:
+            return default[0]
+        if kind is float and isinstance(value, int):
+            value = float(value)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise CheckpointError(f"{source}: {key}: expected {kind.__name__}, got {value!r}")
+        return value
+
+    for key, wanted in (("mlp_bias", False), ("hidden_act", "silu")):
+        if values.get(key, wanted) != wanted:
+            raise UnsupportedError(f"{source}: {key}={values[key]!r} is not built")
+    hidden, heads = number("hidden_size", int), number("num_attention_heads", int)
+    if heads < 1:
+        raise CheckpointError(f"{source}: num_attention_heads: expected at least 1, got {heads}")
+    theta, scaling = _hf_rope(values, source)
+    attention = AttentionConfig(
+        hidden_size=hidden,
+        query_heads=heads,
+        key_value_heads=number("num_key_value_heads", int, heads),
+        head_dim=number("head_dim", int, hidden // heads),
+        maximum_context_tokens=number("max_position_embeddings", int),
+        epsilon=number("rms_norm_eps", float),
+        rope_theta=theta,
+        rope_scaling=scaling,
+    )
+    return LlamaConfig(
+        architecture="LlamaForCausalLM",
+        layers=number("num_hidden_layers", int),
+        intermediate_size=number("intermediate_size", int),
+        vocabulary=number("vocab_size", int),
+        attention=attention,
+        tied_embeddings=number("tie_word_embeddings", bool, False) or "lm_head.weight" not in files.tensors,
+    )
+
+
+def _hf_rope(values: Mapping[str, Any], source: str) -> tuple[float, rope.Scaling | None]:
+    """theta and scaling: `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
+    fields = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+    theta = float(fields.pop("rope_theta", None) or values.get("rope_theta") or 10000.0)
+    kind = fields.get("rope_type") or fields.get("type") or "default"
+    if fields.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedError(f"{source}: partial_rotary_factor is not built for Llama")
+    try:
+        if kind == "default":
+            return theta, None
+        if kind == "linear":
+            return theta, rope.LinearScaling(float(fields["factor"]))
+        original = int(fields.get("original_max_position_embeddings") or values["max_position_embeddings"])
+        if kind == "llama3":
+            low, high = float(fields["low_freq_factor"]), float(fields["high_freq_factor"])
+            return theta, rope.Llama3Scaling(float(fields["factor"]), low, high, original)
+        if kind == "yarn":
+            return theta, rope.YarnScaling(
+                float(fields["factor"]),
+                original,
+                float(fields.get("beta_fast") or 32),
+                float(fields.get("beta_slow") or 1),
+                fields.get("attention_factor"),
+            )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{source}: rope scaling {fields}: {error!r}") from error
+    raise UnsupportedError(f"{source}: rope_type {kind!r}; known: default, linear, llama3, yarn")
+
+
+def hf_params(config: LlamaConfig, load: TensorLoader) -> LlamaParams:
+    """The weights of a safetensors folder, as they are stored."""
+    if config.tied_embeddings:
+        load.use("lm_head.weight")
+    for index in range(config.layers):
+        load.use(f"model.layers.{index}.self_attn.rotary_emb.inv_freq")
+    return _params(
+        config,
+        load,
+        embedding="model.embed_tokens.weight",
+        norm="model.norm.weight",
+        output="lm_head.weight",
+        layer_name=lambda index, part: f"model.layers.{index}.{_HF_LAYER[part]}",
+    )

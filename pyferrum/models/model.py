@@ -1,0 +1,249 @@
+"""A loaded model: parameters, configuration, tokenizer, and a forward pass over immutable states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+from pyferrum.array import Array, array
+from pyferrum.checkpoint import Tokenizer, open_gguf, open_safetensors
+from pyferrum.device import Device, default_device
+from pyferrum.errors import CheckpointError, InvalidArgument, UnsupportedError
+from pyferrum.formats import hidden_format
+from pyferrum.models import llama, llama_files
+from pyferrum.models.loading import TensorLoader
+from pyferrum.state import KVState, init_state
+
+PREFILL_CHUNK = 512
+"""Tokens of a sequence that go through the layers in one go. Results do not depend on it, bit for bit; Ctrl-C, memory
+and the first progress report do."""
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """What a model has seen of one sequence: a KVState for each layer. Immutable; forking is using it twice."""
+
+    layers: tuple[KVState, ...]
+
+    @property
+    def length(self) -> int:
+        """Tokens."""
+        return self.layers[0].length
+
+    def truncate(self, length: int) -> ModelState:
+        """The first `length` tokens: O(layers), shares everything."""
+        return ModelState(tuple(layer.truncate(length) for layer in self.layers))
+
+    def close(self) -> None:
+        """Let go of every layer's pages now. Idempotent."""
+        for layer in self.layers:
+            layer.close()
+
+    def __enter__(self) -> ModelState:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"ModelState(layers={len(self.layers)}, {self.layers[0]!r})"
+
+
+Tokens = Sequence[int] | np.ndarray[Any, Any]
+
+
+class Model:
+    """A language model. Made by `load`.
+
+    `config` and `params` are plain immutable data; `pyferrum.models.llama` has the functions over them.
+    """
+
+    def __init__(
+        self,
+        config: llama.LlamaConfig,
+        params: llama.LlamaParams,
+        tokenizer: Tokenizer | None,
+        *,
+        path: Path,
+        dtype: DTypeLike = np.float32,
+        device: Device,
+        memory: dict[str, int] | None = None,
+    ) -> None:
+        self.config = config
+        self.params = params
+        self.path = path
+        self.device = device
+        self.dtype = np.dtype(dtype)
+        """Of the residual stream."""
+        self._tokenizer = tokenizer
+        self._memory = memory or {}
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Text to tokens and back."""
+        if self._tokenizer is None:
+            raise CheckpointError(f"{self.path}: the checkpoint has no tokenizer")
+        return self._tokenizer
+
+    def init_state(self) -> ModelState:
+        """The state before the first token."""
+        return ModelState(
+            tuple(init_state(self.config.attention, device=self.device) for _ in range(self.config.layers))
+        )
+
+    @overload
+    def forward(
+        self, state: ModelState, tokens: Tokens, *, last_only: bool = False, chunk: int = PREFILL_CHUNK
+    ) -> tuple[ModelState, Array]: ...
+    @overload
+    def forward(
+        self,
+        state: Sequence[ModelState],
+        tokens: Sequence[Tokens],
+        *,
+        last_only: bool = False,
+        chunk: int = PREFILL_CHUNK,
+    ) -> tuple[list[ModelState], list[Array]]: ...
+    def forward(self, state: Any, tokens: Any, *, last_only: bool = False, chunk: int = PREFILL_CHUNK) -> Any:
+        """Extend a sequence and score what comes next.
+
+        Args:
+            state: a ModelState, or a list of them to run together.
+            tokens: the new tokens, or a list of such. At least one each.
+            last_only: logits of the last token only.
+            chunk: tokens of a sequence per pass through the layers.
+
+        Returns:
+            (state, logits float32 [tokens, vocabulary] — [1, vocabulary] with `last_only`), or two lists of these.
+            Row i scores the token after tokens[i]. Bits do not depend on chunks or on companions.
+
+        Raises:
+            InvalidArgument: no tokens, a token outside the vocabulary, or more tokens than the model's context.
+            OutOfPages: the arena is full; no state has changed.
+        """
+        one = isinstance(state, ModelState)
+        states = [state] if one else list(state)
+        batch = [self._tokens(t) for t in ([tokens] if one else tokens)]
+        if len(states) != len(batch) or not states:
+            raise InvalidArgument(f"tokens: expected one list per state, got {len(batch)} for {len(states)}")
+        if chunk < 1:
+            raise InvalidArgument(f"chunk: expected at least 1, got {chunk}")
+        current = [s.layers for s in states]
+        parts: list[list[Array]] = [[] for _ in batch]
+        for start in range(0, max(len(t) for t in batch), chunk):
+            active = [i for i, t in enumerate(batch) if start < len(t)]
+            rows = [batch[i][start : start + chunk] for i in active]
+            new, hidden = llama.forward(self.params, self.config, [current[i] for i in active], rows, dtype=self.dtype)
+            at = 0
+            for i, layers, row in zip(active, new, rows, strict=True):
+                current[i] = layers
+                at += len(row)
+                if not last_only:
+                    parts[i].append(hidden[at - len(row) : at])
+                elif start + chunk >= len(batch[i]):
+                    parts[i].append(hidden[at - 1 : at])
+        results = [ModelState(layers) for layers in current]
+        scores = self._logits(parts)
+        return (results[0], scores[0]) if one else (results, scores)
+
+    def _logits(self, parts: list[list[Array]]) -> list[Array]:
+        """Logits of every sequence from the hidden states of its chunks: one product for all of them."""
+        flat = [part for sequence in parts for part in sequence]
+        hidden = flat[0] if len(flat) == 1 else array(np.concatenate(flat), device=self.device)
+        scores = llama.logits(self.params, hidden)
+        ends = np.cumsum([sum(len(part) for part in sequence) for sequence in parts]).tolist()
+        return [scores[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+
+    def _tokens(self, tokens: ArrayLike) -> np.ndarray[Any, Any]:
+        host = np.asarray(tokens)
+        if host.ndim != 1 or host.size == 0 or host.dtype.kind not in "iu":
+            raise InvalidArgument(
+                f"tokens: expected a list of at least one integer, got {host.dtype} {list(host.shape)}"
+            )
+        if host.min() < 0 or host.max() >= self.config.vocabulary:
+            raise InvalidArgument(f"tokens: expected 0…{self.config.vocabulary - 1}, got {host.min()}…{host.max()}")
+        return host.astype(np.int32)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of weights read in place from the mapped file, and of those with a copy in another format."""
+        return dict(self._memory)
+
+    def __repr__(self) -> str:
+        c = self.config
+        return (
+            f"Model({c.architecture}, layers={c.layers}, hidden={c.hidden_size}, vocabulary={c.vocabulary}, "
+            f"{self.dtype} stream, {self.device!r})"
+        )
+
+
+def load(
+    path: str | PathLike[str],
+    *,
+    dtype: DTypeLike = np.float32,
+    device: Device | None = None,
+    strict: bool = False,
+) -> Model:
+    """A model from a GGUF file, or from a folder (or file) of safetensors with its config.json.
+
+    Weights stay in the memory-mapped file, in the format they are stored in.
+
+    Args:
+        path: what to load.
+        dtype: of the residual stream: float32 (the float32-master ops) or float16.
+        device: None for the default device.
+        strict: a tensor that the model does not use is an error instead of a line in the log.
+
+    Raises:
+        CheckpointError: damaged or incomplete files; the message names file and tensor.
+        UnsupportedError: an architecture or a feature that is not built; the message names it.
+    """
+    path = Path(path)
+    device = device or default_device()
+    hidden_format(dtype, "dtype")
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file or folder")
+    try:
+        if path.suffix == ".gguf":
+            return _load_gguf(path, dtype, device, strict)
+        return _load_safetensors(path, dtype, device, strict)
+    except InvalidArgument as error:  # sizes from the file that no layer can have
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _load_gguf(path: Path, dtype: DTypeLike, device: Device, strict: bool) -> Model:
+    file = open_gguf(path)
+    architecture = file.get("general.architecture", str)
+    if architecture != "llama":
+        raise UnsupportedError(f"{path}: architecture {architecture!r} is not built; known: llama")
+    config = llama_files.gguf_config(file)
+    config.attention.native(device)
+    loader = TensorLoader(file.tensors, file.files, device)
+    params = llama_files.gguf_params(file, config, loader)
+    loader.finish(strict)
+    tokenizer = Tokenizer.from_gguf(file.metadata, path) if "tokenizer.ggml.model" in file.metadata else None
+    return Model(config, params, tokenizer, path=path, dtype=dtype, device=device, memory=_memory(loader))
+
+
+def _load_safetensors(path: Path, dtype: DTypeLike, device: Device, strict: bool) -> Model:
+    files = open_safetensors(path)
+    architectures = (files.config or {}).get("architectures") or ["none in config.json"]
+    if architectures != ["LlamaForCausalLM"]:
+        raise UnsupportedError(f"{path}: architecture {architectures} is not built; known: LlamaForCausalLM")
+    config = llama_files.hf_config(files)
+    config.attention.native(device)
+    loader = TensorLoader(files.tensors, files.files, device)
+    params = llama_files.hf_params(config, loader)
+    loader.finish(strict)
+    folder = path if path.is_dir() else path.parent
+    tokenizer = Tokenizer.from_files(folder) if (folder / "tokenizer.json").is_file() else None
+    return Model(config, params, tokenizer, path=path, dtype=dtype, device=device, memory=_memory(loader))
+
+
+def _memory(loader: TensorLoader) -> dict[str, int]:
+    return {"mapped_bytes": loader.mapped_bytes, "expanded_bytes": loader.expanded_bytes}

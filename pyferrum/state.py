@@ -1,0 +1,164 @@
+"""Immutable keys and values of a sequence."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from pyferrum import _native, rope
+from pyferrum.array import Array, as_array
+from pyferrum.config import AttentionConfig
+from pyferrum.device import Device, default_device
+from pyferrum.errors import CheckpointError, InvalidArgument, StateError
+
+
+class KVState:
+    """The keys and values of a sequence's first `length` tokens in one layer.
+
+    Immutable: a call that extends a state gives a new one, and this one shows what it showed. States share pages;
+    docs/states.md says when a page is copied (at most one per append, and none in a straight decode). Made by
+    `init_state`.
+    """
+
+    __slots__ = ("__weakref__", "_handle", "config", "device", "length")
+
+    def __init__(self, device: Device, config: AttentionConfig, handle: Any) -> None:
+        self.device = device
+        self.config = config
+        self._handle = handle
+        self.length: int = _native.state_describe(handle)["length"]
+        """Tokens."""
+
+    @property
+    def handle(self) -> Any:
+        """The native state."""
+        if self._handle is None:
+            raise StateError("this state was closed")
+        return self._handle
+
+    @property
+    def pages(self) -> int:
+        """Pages of 64 KiB that this state shows; relatives may show them too."""
+        return int(_native.state_describe(self.handle)["pages"])
+
+    @property
+    def tokens_per_page(self) -> int:
+        """Tokens whose keys and values fit a page: 65536 // bytes_per_token."""
+        return int(_native.state_describe(self.handle)["tokens_per_page"])
+
+    def truncate(self, length: int) -> KVState:
+        """The first `length` tokens: O(1), shares everything."""
+        if not 0 <= length <= self.length:
+            raise InvalidArgument(f"length: expected 0…{self.length}, the state's length, got {length}")
+        return KVState(self.device, self.config, _native.state_truncate(self.handle, length))
+
+    def append(self, keys: ArrayLike | Array, values: ArrayLike | Array) -> KVState:
+        """A state with more tokens, given as they are stored: keys already normed and rotated.
+
+        Args:
+            keys: float16 [tokens, key_value_heads, head_dim].
+            values: the same shape.
+
+        Raises:
+            OutOfPages: the arena is full; nothing changed.
+        """
+        arrays = as_array(keys, "keys", device=self.device), as_array(values, "values", device=self.device)
+        handle = _native.state_append(self.handle, arrays[0].tensor, arrays[1].tensor)
+        return KVState(self.device, self.config, handle)
+
+    def keys(self, start: int = 0, stop: int | None = None) -> Array:
+        """Keys as stored, normed and rotated: float16 [tokens, key_value_heads, head_dim]."""
+        return self._read(start, stop)[0]
+
+    def values(self, start: int = 0, stop: int | None = None) -> Array:
+        """Values: float16 [tokens, key_value_heads, head_dim]."""
+        return self._read(start, stop)[1]
+
+    def _read(self, start: int, stop: int | None) -> tuple[Array, Array]:
+        start, stop, _ = slice(start, stop).indices(self.length)
+        tokens = max(stop - start, 0)
+        keys, values = _native.state_read(self.handle, start if tokens else 0, tokens)
+        shape = (tokens, self.config.key_value_heads, self.config.head_dim)
+        return Array(self.device, keys, shape, "F16"), Array(self.device, values, shape, "F16")
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write keys, values and configuration as safetensors; `load_state` reads it back bit for bit."""
+        from pyferrum.checkpoint.safetensors import save_safetensors
+
+        keys, values = self._read(0, None)
+        metadata = {"pyferrum": "kv_state", "config": json.dumps(_config_to_json(self.config))}
+        save_safetensors(Path(path), {"keys": np.asarray(keys), "values": np.asarray(values)}, metadata)
+
+    def close(self) -> None:
+        """Let go of the pages now instead of when the last reference goes. Idempotent."""
+        self._handle = None
+
+    def __enter__(self) -> KVState:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __repr__(self) -> str:
+        if self._handle is None:
+            return f"KVState(closed, length={self.length})"
+        config = self.config
+        return (
+            f"KVState(length={self.length}, pages={self.pages}, heads={config.key_value_heads}, "
+            f"head_dim={config.head_dim})"
+        )
+
+
+def init_state(config: AttentionConfig, *, device: Device | None = None) -> KVState:
+    """An empty state for a layer of this configuration. Holds no page."""
+    device = device or default_device()
+    config.native(device)  # a bad configuration is found here rather than at the first call
+    return KVState(device, config, _native.state_new(device.handle, config.key_value_heads, config.head_dim))
+
+
+def load_state(path: str | PathLike[str], *, device: Device | None = None) -> KVState:
+    """The state that `KVState.save` wrote.
+
+    Raises:
+        CheckpointError: not such a file, or damaged.
+    """
+    from pyferrum.checkpoint import open_safetensors
+
+    file = open_safetensors(Path(path))
+    metadata = file.metadata
+    if metadata.get("pyferrum") != "kv_state" or set(file.tensors) != {"keys", "values"}:
+        raise CheckpointError(f"{path}: expected a state saved by KVState.save, got tensors {list(file.tensors)}")
+    try:
+        config = _config_from_json(json.loads(metadata["config"]))
+        state = init_state(config, device=device)
+        return state.append(file.tensors["keys"].array(), file.tensors["values"].array())
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: damaged state file: {error}") from error
+
+
+def _config_to_json(config: AttentionConfig) -> dict[str, Any]:
+    scaling = config.rope_scaling
+    fields = asdict(replace(config, rope_scaling=None))
+    if scaling is not None:
+        fields["rope_scaling"] = {"type": type(scaling).__name__, **asdict(scaling)}
+    return fields
+
+
+def _config_from_json(fields: dict[str, Any]) -> AttentionConfig:
+    scaling = fields.pop("rope_scaling")
+    if scaling is not None:
+        kinds = {kind.__name__: kind for kind in rope.Scaling.__args__}
+        kind = kinds[scaling.pop("type")]
+        if kind is rope.FrequencyFactors:
+            scaling["divisors"] = tuple(scaling["divisors"])
+        scaling = kind(**scaling)
+    return AttentionConfig(**fields, rope_scaling=scaling)

@@ -1,0 +1,104 @@
+"""Weights: matrices in GGUF blocks, and the named weights of an attention layer."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from pyferrum import _native
+from pyferrum.array import Array, DeviceArray, as_array
+from pyferrum.device import Device, default_device
+from pyferrum.errors import InvalidArgument
+from pyferrum.formats import BLOCK_FORMATS, FORMATS
+
+
+class BlockArray(DeviceArray):
+    """An immutable matrix [out, in] in GGUF blocks, multiplied as it is stored. Made by `block_array` and loaders."""
+
+    __slots__ = ()
+
+    def dequantize(self) -> np.ndarray[Any, Any]:
+        """The weights as float32 [out, in], exactly what the blocks' formula says (FACTS G.3)."""
+        from pyferrum.reference.blocks import dequantize
+
+        return dequantize(self._bytes(), self.format, self.shape).astype(np.float32)
+
+    def __repr__(self) -> str:
+        closed = "closed, " if self._buffer is None else ""
+        return f"BlockArray({closed}shape={list(self.shape)}, format={self.format})"
+
+
+Weight = Array | BlockArray
+"""A matrix as `linear` and `embed` take it."""
+
+
+def block_array(data: ArrayLike, format: str, shape: tuple[int, int], *, device: Device | None = None) -> BlockArray:
+    """A matrix from the bytes of its GGUF blocks.
+
+    Args:
+        data: uint8, the blocks of row 0, then of row 1, …
+        format: a block format, such as "Q4_1" or "Q6_K".
+        shape: (out, in); `in` a multiple of the format's block.
+        device: None for the default device.
+
+    Raises:
+        InvalidArgument: unknown format, a row that is not whole blocks, or the wrong number of bytes.
+    """
+    blocks = np.ascontiguousarray(data, dtype=np.uint8).reshape(-1)
+    device = device or default_device()
+    check_blocks("data", format, shape, blocks.size)
+    return BlockArray(device, _native.buffer_from(device.handle, blocks), shape, format)
+
+
+def check_blocks(name: str, format: str, shape: tuple[int, ...], nbytes: int) -> None:
+    """Raise InvalidArgument unless `nbytes` bytes are a matrix `shape` in `format`."""
+    if format not in BLOCK_FORMATS:
+        raise InvalidArgument(f"format: expected one of {', '.join(BLOCK_FORMATS)}, got {format!r}")
+    _, elements, size = FORMATS[format]
+    if len(shape) != 2 or min(shape) < 0 or shape[1] % elements:
+        raise InvalidArgument(f"shape: expected (out, in) with in a multiple of {elements} for {format}, got {shape}")
+    expected = shape[0] * shape[1] // elements * size
+    if nbytes != expected:
+        raise InvalidArgument(f"{name}: expected {expected} bytes for {shape} in {format}, got {nbytes}")
+
+
+def as_weight(weight: Any, name: str, device: Device | None = None) -> Weight:
+    """A weight argument: a BlockArray passes through, anything else becomes an Array."""
+    return weight if isinstance(weight, BlockArray) else as_array(weight, name, device=device)
+
+
+class AttentionWeights(NamedTuple):
+    """Weights of one attention layer. A NamedTuple, so a pytree wherever pytrees are known.
+
+    Matrices are [out, in], dense or in blocks; norms and biases float16 or float32. With an output gate, the rows
+    of `q_proj` are [query | gate] head by head. Keys are rotated after `k_norm`, both per head.
+    """
+
+    input_norm: Any
+    """[hidden]"""
+    q_proj: Any
+    """[query_heads * head_dim, hidden]; twice the rows with an output gate"""
+    k_proj: Any
+    """[key_value_heads * head_dim, hidden]"""
+    v_proj: Any
+    """[key_value_heads * head_dim, hidden]"""
+    o_proj: Any
+    """[hidden, query_heads * head_dim]"""
+    q_norm: Any = None
+    """[head_dim], optional"""
+    k_norm: Any = None
+    """[head_dim], optional"""
+    q_bias: Any = None
+    k_bias: Any = None
+    v_bias: Any = None
+    o_bias: Any = None
+
+    def tensors(self, device: Device) -> dict[str, DeviceArray]:
+        """The weights that are there, on the device, by field."""
+        return {
+            name: as_weight(value, f"weights.{name}", device)
+            for name, value in zip(self._fields, self, strict=True)
+            if value is not None
+        }
