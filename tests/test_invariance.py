@@ -1,0 +1,139 @@
+"""Bit for bit: chunks, threads, splits over the context, and instruction sets change nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import pyferrum as pf
+from tests.cases.attention import CASES, Case
+from tests.cases.weights import ALL_FORMATS, random_weight
+
+SETS = ("avx512", "avx2", "portable")
+
+
+def devices() -> dict[str, pf.Device]:
+    """Every instruction set of this machine, with one thread and with three."""
+    found = {}
+    for name in SETS:
+        try:
+            found |= {f"{name}, {n} threads": pf.Device(instruction_set=name, threads=n) for n in (1, 3)}
+        except pf.DeviceError:
+            continue
+    return found
+
+
+DEVICES = devices()
+
+
+def on(device: pf.Device, weight: object) -> object:
+    """The weight on another device."""
+    if isinstance(weight, pf.BlockArray):
+        return pf.block_array(weight._bytes(), weight.format, weight.shape, device=device)
+    return None if weight is None else pf.array(np.asarray(weight), device=device)
+
+
+def run(case: Case, device: pf.Device, xs: list[np.ndarray], weights: pf.AttentionWeights) -> list[np.ndarray]:
+    local = pf.AttentionWeights(*(on(device, weight) for weight in weights))
+    state, ys = pf.init_state(case.config(), device=device), []
+    for x in xs:
+        state, y = pf.causal_attention(state, pf.array(x, device=device), local)
+        ys.append(np.asarray(y))
+    return [*ys, np.asarray(state.keys()), np.asarray(state.values())]
+
+
+def test_devices__the_portable_path_is_always_compared() -> None:
+    assert {"portable, 1 threads", "portable, 3 threads"} <= set(DEVICES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "_"))
+def test_attention__has_the_same_bits_on_every_instruction_set_and_thread_count(case: Case) -> None:
+    rng = np.random.default_rng(0)
+    weights = case.weights(rng)
+    # The portable path is slow: at most 300 tokens of the long cases.
+    chunks = [min(tokens, 300) for tokens in case.chunks[0]]
+    xs = [rng.standard_normal((tokens, case.hidden)).astype(case.dtype) for tokens in chunks]
+    (_, first), *rest = ((name, run(case, device, xs, weights)) for name, device in DEVICES.items())
+    for name, results in rest:
+        for a, b in zip(first, results, strict=True):
+            np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8), err_msg=name)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "_"))
+def test_attention__has_the_same_bits_however_it_is_cut(case: Case) -> None:
+    rng = np.random.default_rng(1)
+    weights, config = case.weights(rng), case.config()
+    total = min(sum(case.chunks[0]) + 30, 400)
+    x = rng.standard_normal((total, case.hidden)).astype(case.dtype)
+    whole, expected = pf.causal_attention(pf.init_state(config), x, weights)
+    cuts = [np.sort(rng.choice(np.arange(1, total), 5, replace=False)) for _ in range(2)]
+    for cut in (np.arange(1, total) if total < 60 else [1, total - 1], *cuts):
+        state, ys = pf.init_state(config), []
+        for part in np.split(x, cut):
+            state, y = pf.causal_attention(state, part, weights)
+            ys.append(np.asarray(y))
+        np.testing.assert_array_equal(np.concatenate(ys), expected)
+        np.testing.assert_array_equal(state.keys(), whole.keys())
+
+
+def test_attention__a_split_over_the_context_has_the_bits_of_the_whole() -> None:
+    """One token over 3,000 is split into spans that several threads take; a block of 40 tokens is not."""
+    case = Case("split", head_dim=64, query_heads=6, key_value_heads=2)
+    rng = np.random.default_rng(2)
+    weights = case.weights(rng)
+    x = rng.standard_normal((3040, case.hidden)).astype(np.float32)
+    for device in DEVICES.values():
+        local = pf.AttentionWeights(*(on(device, weight) for weight in weights))
+        before, _ = pf.causal_attention(
+            pf.init_state(case.config(), device=device), pf.array(x[:3000], device=device), local
+        )
+        _, block = pf.causal_attention(before, pf.array(x[3000:], device=device), local)
+        state = before
+        for i in range(40):
+            state, y = pf.causal_attention(state, pf.array(x[3000 + i : 3001 + i], device=device), local)
+            np.testing.assert_array_equal(np.asarray(y)[0], np.asarray(block)[i])
+        if "avx" not in str(device):
+            break  # one pass of the portable path is enough here
+
+
+@pytest.mark.parametrize("format", ALL_FORMATS)
+def test_linear__has_the_same_bits_on_every_instruction_set(format: str) -> None:
+    rng = np.random.default_rng(3)
+    weight = random_weight(rng, format, (35, 2560))
+    x = rng.standard_normal((13, 2560)).astype(np.float16)
+    results = {
+        name: [
+            np.asarray(pf.linear(pf.array(x[:rows], device=device), on(device, weight), dtype=np.float32))
+            for rows in (1, 13)
+        ]
+        for name, device in DEVICES.items()
+    }
+    (_, first), *rest = results.items()
+    for name, other in rest:
+        for a, b in zip(first, other, strict=True):
+            np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+def test_ops__have_the_same_bits_on_every_instruction_set() -> None:
+    rng = np.random.default_rng(4)
+    x = rng.standard_normal((9, 1001)).astype(np.float32) * 5
+    h = x.astype(np.float16)
+    weight = rng.standard_normal(1001).astype(np.float32)
+
+    def everything(device: pf.Device) -> list[np.ndarray]:
+        local = pf.array(x, device=device)
+        half = pf.array(h, device=device)
+        results = (
+            pf.rms_norm(local, weight),
+            pf.rms_norm(half, weight),
+            pf.swiglu(half, half),
+            pf.residual_add(local, half),
+            pf.cross_entropy(local, np.arange(9)),
+            *pf.top_k(local, 20),
+        )
+        return [np.asarray(result) for result in results]
+
+    (_, first), *rest = ((name, everything(device)) for name, device in DEVICES.items())
+    for name, other in rest:
+        for a, b in zip(first, other, strict=True):
+            np.testing.assert_array_equal(a, b, err_msg=name)

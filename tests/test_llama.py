@@ -1,0 +1,144 @@
+"""The demo checkpoint against an independent float32 run of the same dequantised weights (Hugging Face, torch).
+
+tests/figures/make_smollm2.py made the figures; it is not needed here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pyferrum as pf
+from pyferrum import reference
+from pyferrum.models import llama
+
+FIGURES = np.load(Path(__file__).parent / "figures" / "smollm2_tidewatch.npz")
+TOKENS = FIGURES["tokens"]
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    x = logits - logits.max(axis=1, keepdims=True)
+    return x - np.log(np.exp(x).sum(axis=1, keepdims=True))
+
+
+@pytest.fixture(scope="module")
+def reference_log_probabilities(model: pf.Model) -> np.ndarray:
+    """The reference's own distribution at 380 positions: its final hidden states times the embedding, in float64."""
+    embedding = model.params.embedding.dequantize().astype(np.float64)
+    return log_softmax(FIGURES["kl_hidden"].astype(np.float64) @ embedding.T)
+
+
+@pytest.fixture(scope="module")
+def logits(model: pf.Model) -> np.ndarray:
+    _, scores = model.forward(model.init_state(), TOKENS)
+    return np.asarray(scores)
+
+
+def test_figures__belong_to_this_file_and_text(model: pf.Model, model_path: Path) -> None:
+    text = resources.files("pyferrum").joinpath("data/tidewatch.txt").read_bytes()
+    assert hashlib.sha256(text).hexdigest() == str(FIGURES["text_sha256"])
+    assert hashlib.sha256(model_path.read_bytes()).hexdigest() == str(FIGURES["gguf_sha256"])
+    assert model.tokenizer.encode(text.decode(), add_bos=False)[: len(TOKENS)] == TOKENS.tolist()
+
+
+@pytest.mark.parametrize(("dtype", "divergence"), [("float32", 1e-5), ("float16", 3e-5)])
+def test_model__agrees_with_the_independent_run(
+    model_path: Path, reference_log_probabilities: np.ndarray, dtype: str, divergence: float
+) -> None:
+    model = pf.load(model_path, dtype=dtype)
+    _, scores = model.forward(model.init_state(), TOKENS)
+    logits = np.asarray(scores)
+    ours, theirs = log_softmax(logits[FIGURES["kl_positions"]].astype(np.float64)), reference_log_probabilities
+    assert (np.exp(theirs) * (theirs - ours)).sum(axis=1).mean() <= divergence
+    assert (logits.argmax(axis=1) == FIGURES["argmax"]).mean() >= (0.997 if dtype == "float32" else 0.996)
+    nlls = pf.evaluate.token_nlls(model, TOKENS, window=len(TOKENS), bos=None)
+    assert np.abs(nlls - FIGURES["nll"]).mean() <= 5e-3
+    assert abs(float(np.exp(nlls.mean(dtype=np.float64))) / float(FIGURES["perplexity"]) - 1) <= 1e-3
+
+
+def test_model__chunks_and_companions_change_no_bit(model: pf.Model, logits: np.ndarray) -> None:
+    tokens = TOKENS[:150]
+    for chunk in (1, 7, 64, 150):
+        _, scores = model.forward(model.init_state(), tokens, chunk=chunk)
+        np.testing.assert_array_equal(scores, logits[:150])
+    a, b = model.forward([model.init_state()] * 3, [tokens, tokens[:20], TOKENS[40:90]])
+    np.testing.assert_array_equal(b[0], logits[:150])
+    np.testing.assert_array_equal(b[1], logits[:20])
+    assert [state.length for state in a] == [150, 20, 50]
+    state = model.init_state()
+    for i in range(0, 60):
+        state, last = model.forward(state, TOKENS[i : i + 1])
+        np.testing.assert_array_equal(np.asarray(last)[0], logits[i])
+
+
+def test_model__last_only_is_the_last_row(model: pf.Model, logits: np.ndarray) -> None:
+    for chunk in (512, 9):
+        _, last = model.forward(model.init_state(), TOKENS[:40], last_only=True, chunk=chunk)
+        assert last.shape == (1, model.config.vocabulary)
+        np.testing.assert_array_equal(np.asarray(last)[0], logits[39])
+
+
+def test_model__a_fork_continues_as_a_fresh_prefill_does(model: pf.Model, logits: np.ndarray) -> None:
+    shared, _ = model.forward(model.init_state(), TOKENS[:100])
+    for _ in range(2):
+        _, scores = model.forward(shared, TOKENS[100:120])
+        np.testing.assert_array_equal(scores, logits[100:120])
+    _, scores = model.forward(shared.truncate(30), TOKENS[30:50])
+    np.testing.assert_array_equal(scores, logits[30:50])
+
+
+def test_model__decode_copies_no_page_and_a_fork_one_a_layer_at_most(model: pf.Model) -> None:
+    state, _ = model.forward(model.init_state(), TOKENS[:130], last_only=True)
+    before = pf.arena_stats()
+    fork = state
+    for token in TOKENS[130:150]:
+        fork, _ = model.forward(fork, [token], last_only=True)
+    assert pf.arena_stats()["copied_pages"] == before["copied_pages"]
+    model.forward(state, TOKENS[130:131], last_only=True)
+    assert pf.arena_stats()["copied_pages"] == before["copied_pages"] + model.config.layers
+
+
+def test_model__refuses_bad_tokens_and_changes_nothing(model: pf.Model) -> None:
+    state = model.init_state()
+    before = pf.arena_stats()
+    for tokens, message in (
+        ([], "at least one integer"),
+        ([49152], "expected 0…49151"),
+        ([-1], "expected 0…49151"),
+        ([1.5], "at least one integer"),
+        ([[1, 2]], "at least one integer"),
+        (np.zeros(8193, np.int32), "maximum_context_tokens is 8192"),
+    ):
+        with pytest.raises(pf.InvalidArgument, match=message):
+            model.forward(state, tokens, chunk=16384)
+    with pytest.raises(pf.InvalidArgument, match="one list per state"):
+        model.forward([state], [[1], [2]])
+    assert pf.arena_stats()["used_pages"] == before["used_pages"]
+
+
+def test_reference__runs_the_same_forward_pass(model: pf.Model, logits: np.ndarray) -> None:
+    """The model's own code over `pyferrum.reference`: two layers of the real weights, in float64."""
+    config: Any = model.config
+    short = llama.LlamaParams(model.params.embedding, model.params.layers[:2], model.params.norm, None)
+    states = [[module.init_state(config.attention) for _ in range(2)] for module in (pf, reference)]
+    _, ours = llama.forward(short, config, states[:1], [TOKENS[:12]])
+    _, expected = llama.forward(short, config, states[1:], [TOKENS[:12]], ops=reference)
+    np.testing.assert_allclose(ours, expected, atol=4e-3 * np.abs(expected).max())
+
+
+def test_load__names_what_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(pf.CheckpointError, match="no such file"):
+        pf.load(tmp_path / "missing.gguf")
+    with pytest.raises(pf.InvalidArgument, match="dtype: expected float16 or float32"):
+        pf.load(tmp_path, dtype="float64")
+
+
+def test_memory__weights_stay_in_the_file(model: pf.Model, model_path: Path) -> None:
+    memory = model.memory()
+    assert memory["mapped_bytes"] > 0.97 * model_path.stat().st_size
+    assert memory["expanded_bytes"] < 200_000  # the norms
