@@ -11,7 +11,7 @@
 namespace ferrum::cpu::FERRUM_CPU_ISA {
 
 struct Block {
-    int16_t q[32];
+    i32x16 q;  // 32 integers, as pairs
     float scale[2];
     float min;
 };
@@ -21,24 +21,27 @@ static FERRUM_ALWAYS_INLINE float half_at(const uint8_t *at) {
     memcpy(&value, at, 2);
     return (float)value;
 }
-static FERRUM_ALWAYS_INLINE uint32_t u32_at(const uint8_t *at) {
-    uint32_t value;
-    memcpy(&value, at, 4);
-    return value;
+
+// Byte i of sixteen holds element i in its low nibble and element i + 16 in its high one.
+static FERRUM_ALWAYS_INLINE u8x32 nibbles(const uint8_t *from) {
+    uint8_t twice[32];
+    memcpy(twice, from, 16);
+    memcpy(twice + 16, from, 16);
+    const u8x32 both = load_bytes(twice);
+    u8x32 high = {};
+    for (int i = 16; i < 32; i++) high[i] = 255;
+    return (shift_and_mask(both, 4, 15) & high) | (both & 15 & ~high);
 }
 
-// Byte i holds element i in its low nibble and element i + 16 in its high one.
-static FERRUM_ALWAYS_INLINE void nibbles(const uint8_t *from, int16_t *q, int minus) {
-    for (int i = 0; i < 16; i++) {
-        q[i] = (int16_t)((from[i] & 15) - minus);
-        q[i + 16] = (int16_t)((from[i] >> 4) - minus);
-    }
-}
-static FERRUM_ALWAYS_INLINE void nibbles_and_fifth_bits(const uint8_t *from, uint32_t bits, int16_t *q, int minus) {
-    for (int i = 0; i < 16; i++) {
-        q[i] = (int16_t)(((from[i] & 15) | (bits >> i & 1) << 4) - minus);
-        q[i + 16] = (int16_t)(((from[i] >> 4) | (bits >> (i + 16) & 1) << 4) - minus);
-    }
+// 16 in every byte whose bit of `at`, a little-endian u32, is set: the fifth bit of a 5-bit format.
+static FERRUM_ALWAYS_INLINE u8x32 fifth_bits(const uint8_t *at) {
+    uint64_t spread[4];
+    for (int i = 0; i < 4; i++) spread[i] = at[i] * 0x0101010101010101u;
+    u8x32 bytes;
+    memcpy(&bytes, spread, sizeof(bytes));
+    u8x32 bit = {};
+    for (int i = 0; i < 32; i++) bit[i] = (uint8_t)(1 << (i % 8));
+    return (u8x32)((bytes & bit) != 0) & 16;
 }
 
 struct q4_0 {
@@ -47,7 +50,7 @@ struct q4_0 {
     static FERRUM_ALWAYS_INLINE void decode(const uint8_t *row, uint64_t b, Block &out) {
         const uint8_t *at = row + b * 18;
         out.scale[0] = half_at(at);
-        nibbles(at + 2, out.q, 8);
+        out.q = subtract_each(widen_unsigned(nibbles(at + 2)), 8);
     }
 };
 
@@ -58,7 +61,7 @@ struct q4_1 {
         const uint8_t *at = row + b * 20;
         out.scale[0] = half_at(at);
         out.min = half_at(at + 2);
-        nibbles(at + 4, out.q, 0);
+        out.q = widen_unsigned(nibbles(at + 4));
     }
 };
 
@@ -68,7 +71,7 @@ struct q5_0 {
     static FERRUM_ALWAYS_INLINE void decode(const uint8_t *row, uint64_t b, Block &out) {
         const uint8_t *at = row + b * 22;
         out.scale[0] = half_at(at);
-        nibbles_and_fifth_bits(at + 6, u32_at(at + 2), out.q, 16);
+        out.q = subtract_each(widen_unsigned(nibbles(at + 6) | fifth_bits(at + 2)), 16);
     }
 };
 
@@ -79,7 +82,7 @@ struct q5_1 {
         const uint8_t *at = row + b * 24;
         out.scale[0] = half_at(at);
         out.min = half_at(at + 2);
-        nibbles_and_fifth_bits(at + 8, u32_at(at + 4), out.q, 0);
+        out.q = widen_unsigned(nibbles(at + 8) | fifth_bits(at + 4));
     }
 };
 
@@ -89,7 +92,7 @@ struct q8_0 {
     static FERRUM_ALWAYS_INLINE void decode(const uint8_t *row, uint64_t b, Block &out) {
         const uint8_t *at = row + b * 34;
         out.scale[0] = half_at(at);
-        for (int i = 0; i < 32; i++) out.q[i] = (int8_t)at[2 + i];
+        out.q = widen_signed(load_bytes(at + 2));
     }
 };
 
@@ -114,9 +117,7 @@ struct q4_k {
         const uint8_t *at = row + b / 8 * 144;
         const int j = b % 8;
         k_scale(at, j, at + 4, out);
-        const uint8_t *qs = at + 16 + 32 * (j / 2);
-        const int shift = 4 * (j % 2);
-        for (int i = 0; i < 32; i++) out.q[i] = (int16_t)(qs[i] >> shift & 15);
+        out.q = widen_unsigned(shift_and_mask(load_bytes(at + 16 + 32 * (j / 2)), 4 * (j % 2), 15));
     }
 };
 
@@ -127,9 +128,8 @@ struct q5_k {
         const uint8_t *at = row + b / 8 * 176;
         const int j = b % 8;
         k_scale(at, j, at + 4, out);
-        const uint8_t *qh = at + 16, *qs = at + 48 + 32 * (j / 2);
-        const int shift = 4 * (j % 2);
-        for (int i = 0; i < 32; i++) out.q[i] = (int16_t)((qs[i] >> shift & 15) | (qh[i] >> j & 1) << 4);
+        const u8x32 fifth = shift_and_mask(load_bytes(at + 16), j, 1) * 16;
+        out.q = widen_unsigned(shift_and_mask(load_bytes(at + 48 + 32 * (j / 2)), 4 * (j % 2), 15) | fifth);
     }
 };
 
@@ -139,9 +139,9 @@ struct q6_k {
     static FERRUM_ALWAYS_INLINE void decode(const uint8_t *row, uint64_t b, Block &out) {
         const uint8_t *at = row + b / 8 * 210;
         const int j = b % 8, part = j % 4;  // four blocks of 32 a half
-        const uint8_t *ql = at + 64 * (j / 4) + 32 * (part % 2), *qh = at + 128 + 32 * (j / 4);
-        const int low = 4 * (part / 2), high = 2 * part;
-        for (int i = 0; i < 32; i++) out.q[i] = (int16_t)(((ql[i] >> low & 15) | (qh[i] >> high & 3) << 4) - 32);
+        const u8x32 low = shift_and_mask(load_bytes(at + 64 * (j / 4) + 32 * (part % 2)), 4 * (part / 2), 15);
+        const u8x32 high = shift_and_mask(load_bytes(at + 128 + 32 * (j / 4)), 2 * part, 3) * 16;
+        out.q = subtract_each(widen_unsigned(low | high), 32);
         for (int g = 0; g < 2; g++) out.scale[g] = half_at(at + 208) * (float)(int8_t)at[192 + 2 * j + g];
     }
 };
@@ -159,13 +159,7 @@ struct f16 {
 };
 struct bf16 {
     static FERRUM_ALWAYS_INLINE f32x16 elements(const uint8_t *row, uint64_t i, uint64_t count) {
-        uint16_t upper[kLanes] = {};
-        memcpy(upper, (const uint16_t *)row + i, 2 * (count < kLanes ? count : kLanes));
-        uint32_t bits[kLanes];
-        for (int j = 0; j < kLanes; j++) bits[j] = (uint32_t)upper[j] << 16;
-        f32x16 r;
-        memcpy(&r, bits, sizeof(r));
-        return r;
+        return load_up_to((const bfloat *)row + i, count);
     }
 };
 

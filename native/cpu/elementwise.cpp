@@ -74,8 +74,10 @@ void embed_blocks(const Call &call, Worker &worker) {
         for (uint32_t b = 0; b < width / 32; b++) {
             Block w;
             F::decode(weights, b, w);
+            int16_t q[32];
+            memcpy(q, &w.q, sizeof(q));
             float values[32];
-            for (int i = 0; i < 32; i++) values[i] = w.scale[i / F::group] * (float)w.q[i];
+            for (int i = 0; i < 32; i++) values[i] = w.scale[i / F::group] * (float)q[i];
             if (F::has_min)
                 for (int i = 0; i < 32; i++) values[i] += w.min;
             put(call, at + 32 * b, load(values), kLanes);

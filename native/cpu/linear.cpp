@@ -16,7 +16,6 @@ namespace {
 
 constexpr int kOutputs = 16;                             // outputs of a work item
 constexpr int kTileRows = kRegisterLanes == 16 ? 8 : 4;  // rows a pass over a panel keeps in registers
-constexpr uint32_t kFewRows = 3;                         // up to here a panel costs more than it saves
 
 void store_output(const Call &call, uint32_t row, uint32_t output, int count, f32x16 value) {
     const auto &p = call.params<ferrum_linear_params>();
@@ -62,33 +61,43 @@ void to_fixed_point(const half *x, uint32_t width, int16_t *values, float *scale
     }
 }
 
-template <class F>
-FERRUM_ALWAYS_INLINE void add_block(float &acc, const Block &w, const int16_t *x, float x_scale, float x_sum) {
-    for (int g = 0; g < 32 / F::group; g++) {
-        int32_t dot = 0;
-        for (int i = 0; i < F::group; i++) dot += (int32_t)w.q[g * F::group + i] * x[g * F::group + i];
-        acc = __builtin_fmaf((float)dot, w.scale[g] * x_scale, acc);
-    }
-    if (F::has_min) acc = __builtin_fmaf(w.min * x_scale, x_sum, acc);
-}
-
-// A few rows: each weight block is decoded into registers and met by every row's block.
-template <class F>
+// A few rows: sixteen outputs' blocks are decoded into registers, met by every row's block, and their sums taken
+// together, an output a lane.
+template <class F, int kRows>
 void multiply_few(const Call &call, const Activations &x, uint32_t first, int count) {
     const auto &p = call.params<ferrum_linear_params>();
     const uint32_t blocks = p.in_features / 32;
-    float acc[kFewRows][kOutputs] = {};
-    for (int o = 0; o < count; o++) {
-        const uint8_t *weights = call.at<const uint8_t>(FERRUM_LINEAR_WEIGHT) + (first + o) * p.weight_row_bytes;
-        for (uint32_t b = 0; b < blocks; b++) {
+    constexpr int kGroups = 32 / F::group;
+    const uint8_t *weights[kOutputs];
+    for (int o = 0; o < kOutputs; o++)  // outputs past the last one repeat it; their sums are dropped
+        weights[o] =
+            call.at<const uint8_t>(FERRUM_LINEAR_WEIGHT) + (first + (o < count ? o : count - 1)) * p.weight_row_bytes;
+    f32x16 acc[kRows];
+    for (int r = 0; r < kRows; r++) acc[r] = splat(0.0f);
+    for (uint32_t b = 0; b < blocks; b++) {
+        i32x16 values[kRows], dots[kRows][kGroups][kOutputs];
+        float scales[kGroups][kOutputs], mins[kOutputs];
+        FERRUM_UNROLL for (int r = 0; r < kRows; r++)
+            memcpy(&values[r], x.values + (uint64_t)r * p.in_features + 32 * b, sizeof(i32x16));
+        FERRUM_UNROLL for (int o = 0; o < kOutputs; o++) {
             Block w;
-            F::decode(weights, b, w);
-            for (uint32_t r = 0; r < p.rows; r++)
-                add_block<F>(acc[r][o], w, x.values + (uint64_t)r * p.in_features + 32 * b,
-                             x.scales[(uint64_t)r * blocks + b], x.sums[(uint64_t)r * blocks + b]);
+            F::decode(weights[o], b, w);
+            FERRUM_UNROLL for (int g = 0; g < kGroups; g++) {
+                const i32x16 q = kGroups == 1 ? w.q : half_of(w.q, g);
+                FERRUM_UNROLL for (int r = 0; r < kRows; r++) dots[r][g][o] =
+                    dot_pairs(splat((int32_t)0), q, values[r]);
+                scales[g][o] = w.scale[g];
+            }
+            if (F::has_min) mins[o] = w.min;
+        }
+        FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
+            const f32x16 x_scale = splat(x.scales[(uint64_t)r * blocks + b]);
+            FERRUM_UNROLL for (int g = 0; g < kGroups; g++) acc[r] =
+                fma(to_float(sums_of(dots[r][g])), load(scales[g]) * x_scale, acc[r]);
+            if (F::has_min) acc[r] = fma(load(mins) * x_scale, splat(x.sums[(uint64_t)r * blocks + b]), acc[r]);
         }
     }
-    for (uint32_t r = 0; r < p.rows; r++) store_output(call, r, first, count, load(acc[r]));
+    for (int r = 0; r < kRows; r++) store_output(call, r, first, count, acc[r]);
 }
 
 // Sixteen outputs' weights for up to kPanelWidth inputs: integers as [pair of inputs][output], scales as
@@ -112,7 +121,7 @@ void decode_panel(const Call &call, uint32_t first, int count, uint32_t first_bl
             Block w;
             F::decode(weights, first_block + b, w);
             int32_t pairs[16];
-            memcpy(pairs, w.q, sizeof(pairs));
+            memcpy(pairs, &w.q, sizeof(pairs));
             FERRUM_UNROLL for (int s = 0; s < 16; s++) panel.pairs[(b * 16 + s) * kOutputs + o] = pairs[s];
             for (int g = 0; g < 32 / F::group; g++) panel.scales[(b * (32 / F::group) + g) * kOutputs + o] = w.scale[g];
             if (F::has_min) panel.mins[b * kOutputs + o] = w.min;
@@ -200,10 +209,26 @@ void linear_blocks(const Call &call, Worker &worker) {
     worker.for_each((p.out_features + kOutputs - 1) / kOutputs, 1, [&](uint64_t item) {
         const uint32_t first = (uint32_t)item * kOutputs;
         const int count = p.out_features - first < kOutputs ? (int)(p.out_features - first) : kOutputs;
-        if (p.rows <= kFewRows)
-            multiply_few<F>(call, x, first, count);
-        else
-            multiply_many<F>(call, x, panel, first, count);
+        switch (p.rows) {  // up to 8 a panel of decoded weights costs more than it saves
+            case 1:
+                return multiply_few<F, 1>(call, x, first, count);
+            case 2:
+                return multiply_few<F, 2>(call, x, first, count);
+            case 3:
+                return multiply_few<F, 3>(call, x, first, count);
+            case 4:
+                return multiply_few<F, 4>(call, x, first, count);
+            case 5:
+                return multiply_few<F, 5>(call, x, first, count);
+            case 6:
+                return multiply_few<F, 6>(call, x, first, count);
+            case 7:
+                return multiply_few<F, 7>(call, x, first, count);
+            case 8:
+                return multiply_few<F, 8>(call, x, first, count);
+            default:
+                return multiply_many<F>(call, x, panel, first, count);
+        }
     });
 }
 

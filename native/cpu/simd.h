@@ -133,6 +133,87 @@ static FERRUM_ALWAYS_INLINE i32x16 dot_pairs(i32x16 acc, i32x16 a, i32x16 b) {
     return acc;
 }
 
+// Thirty-two bytes, and their widening into the pairs of 16-bit integers that dot_pairs takes.
+typedef uint8_t u8x32 __attribute__((vector_size(32)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+typedef int16_t ShortRegister __attribute__((vector_size(4 * kRegisterLanes)));
+
+static FERRUM_ALWAYS_INLINE u8x32 load_bytes(const uint8_t *from) {
+    u8x32 r;
+    memcpy(&r, from, sizeof(r));
+    return r;
+}
+// Each byte shifted right by `bits`, then masked; `mask` drops what came over from the byte's neighbour.
+static FERRUM_ALWAYS_INLINE u8x32 shift_and_mask(u8x32 a, int bits, uint8_t mask) {
+    return (u8x32)((u16x16)a >> bits) & mask;
+}
+static FERRUM_ALWAYS_INLINE i32x16 widen_unsigned(u8x32 a) {
+    i32x16 r;
+#if defined(__AVX512BW__)
+    r.part[0] = (IntRegister)_mm512_cvtepu8_epi16((__m256i)a);
+#else
+    uint8_t bytes[32];
+    memcpy(bytes, &a, 32);
+    int16_t wide[32];
+    for (int i = 0; i < 32; i++) wide[i] = bytes[i];
+    memcpy(&r, wide, sizeof(r));
+#endif
+    return r;
+}
+static FERRUM_ALWAYS_INLINE i32x16 widen_signed(u8x32 a) {
+    i32x16 r;
+#if defined(__AVX512BW__)
+    r.part[0] = (IntRegister)_mm512_cvtepi8_epi16((__m256i)a);
+#else
+    int8_t bytes[32];
+    memcpy(bytes, &a, 32);
+    int16_t wide[32];
+    for (int i = 0; i < 32; i++) wide[i] = bytes[i];
+    memcpy(&r, wide, sizeof(r));
+#endif
+    return r;
+}
+// Every 16-bit integer of the pairs, less `amount`.
+static FERRUM_ALWAYS_INLINE i32x16 subtract_each(i32x16 pairs, int16_t amount) {
+    FERRUM_EACH(pairs.part[i] = (IntRegister)((ShortRegister)pairs.part[i] - amount));
+    return pairs;
+}
+
+// Lane o of the result is the sum of the lanes of v[o]. Integer sums: the order does not matter.
+static FERRUM_ALWAYS_INLINE i32x16 sums_of(const i32x16 *v) {
+    i32x16 r;
+#if defined(__AVX512F__)
+    __m512i a[16];
+    FERRUM_UNROLL for (int i = 0; i < 16; i++) a[i] = (__m512i)v[i].part[0];
+    // Halve the vectors four times: pairs of lanes, pairs of pairs, then 128-bit quarters.
+    FERRUM_UNROLL for (int i = 0; i < 8; i++) a[i] =
+        _mm512_add_epi32(_mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]));
+    FERRUM_UNROLL for (int i = 0; i < 4; i++) a[i] =
+        _mm512_add_epi32(_mm512_unpacklo_epi64(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_epi64(a[2 * i], a[2 * i + 1]));
+    FERRUM_UNROLL for (int i = 0; i < 2; i++) a[i] = _mm512_add_epi32(
+        _mm512_shuffle_i32x4(a[2 * i], a[2 * i + 1], 0x88), _mm512_shuffle_i32x4(a[2 * i], a[2 * i + 1], 0xdd));
+    r.part[0] =
+        (IntRegister)_mm512_add_epi32(_mm512_shuffle_i32x4(a[0], a[1], 0x88), _mm512_shuffle_i32x4(a[0], a[1], 0xdd));
+#else
+    int32_t lanes[16][16], totals[16];
+    memcpy(lanes, v, sizeof(lanes));
+    for (int o = 0; o < 16; o++) {
+        totals[o] = 0;
+        for (int i = 0; i < 16; i++) totals[o] += lanes[o][i];
+    }
+    r = load(totals);
+#endif
+    return r;
+}
+// The pairs of the first 16 integers, or of the last 16; zero elsewhere.
+static FERRUM_ALWAYS_INLINE i32x16 half_of(i32x16 pairs, int which) {
+    int32_t lanes[16];
+    for (int i = 0; i < 16; i++) lanes[i] = i / 8 == which ? -1 : 0;
+    const i32x16 mask = load(lanes);
+    FERRUM_EACH(pairs.part[i] &= mask.part[i]);
+    return pairs;
+}
+
 typedef _Float16 half;
 
 static FERRUM_ALWAYS_INLINE f32x16 load(const half *from) {
@@ -159,6 +240,22 @@ static FERRUM_ALWAYS_INLINE void store(half *to, f32x16 a) {
 #else
     FERRUM_EACH(for (int j = 0; j < kRegisterLanes; j++) to[i * kRegisterLanes + j] = (half)a.part[i][j]);
 #endif
+}
+
+// bfloat16: the upper half of a float32.
+struct bfloat {
+    uint16_t bits;
+};
+static FERRUM_ALWAYS_INLINE f32x16 load(const bfloat *from) {
+    f32x16 r;
+#if defined(__AVX512F__)
+    r.part[0] = (FloatRegister)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+#else
+    uint32_t bits[kLanes];
+    for (int i = 0; i < kLanes; i++) bits[i] = (uint32_t)from[i].bits << 16;
+    memcpy(&r, bits, sizeof(r));
+#endif
+    return r;
 }
 
 // The first `count` elements; the other lanes are zero and their memory is not touched.

@@ -47,24 +47,25 @@ enum {
 enum { FERRUM_FORMAT_I32 = 26 };
 
 /* Every kernel a plan can name: X(name). Linear and embed come once per weight format. */
-#define FERRUM_KERNELS(X)                                                                                   \
-    X(rms_norm_f16)                                                                                         \
-    X(rms_norm_f32)                                                                                         \
-    X(causal_attention_prepare_f16)                                                                         \
-    X(causal_attention_f16)                                                                                 \
-    X(residual_add_f16)                                                                                     \
-    X(residual_add_f32)                                                                                     \
-    X(swiglu_f16)                                                                                           \
-    X(cross_entropy_f32)                                                                                    \
-    X(argmax_f32)                                                                                           \
-    X(top_k_f32)                                                                                            \
-    X(kv_append_f16)                                                                                        \
-    X(kv_gather_f16)                                                                                        \
-    X(kv_copy_f16)                                                                                          \
-    X(linear_f32)                                                                                           \
-    X(linear_f16) X(linear_bf16) X(linear_q4_0) X(linear_q4_1) X(linear_q5_0) X(linear_q5_1) X(linear_q8_0) \
-        X(linear_q4_k) X(linear_q5_k) X(linear_q6_k) X(embed_f32) X(embed_f16) X(embed_bf16) X(embed_q4_0)  \
-            X(embed_q4_1) X(embed_q5_0) X(embed_q5_1) X(embed_q8_0) X(embed_q4_k) X(embed_q5_k) X(embed_q6_k)
+#define FERRUM_KERNELS(X)                                                                                    \
+    X(rms_norm_f16)                                                                                          \
+    X(rms_norm_f32)                                                                                          \
+    X(causal_attention_prepare_f16)                                                                          \
+    X(causal_attention_f16)                                                                                  \
+    X(residual_add_f16)                                                                                      \
+    X(residual_add_f32)                                                                                      \
+    X(swiglu_f16)                                                                                            \
+    X(cross_entropy_f32)                                                                                     \
+    X(argmax_f32)                                                                                            \
+    X(top_k_f32)                                                                                             \
+    X(kv_append_f16)                                                                                         \
+    X(kv_gather_f16)                                                                                         \
+    X(kv_copy_f16)                                                                                           \
+    X(linear_f32)                                                                                            \
+    X(linear_f16)                                                                                            \
+    X(linear_bf16) X(linear_q4_0) X(linear_q4_1) X(linear_q5_0) X(linear_q5_1) X(linear_q8_0) X(linear_q4_k) \
+        X(linear_q5_k) X(linear_q6_k) X(embed_f32) X(embed_f16) X(embed_bf16) X(embed_q4_0) X(embed_q4_1)    \
+            X(embed_q5_0) X(embed_q5_1) X(embed_q8_0) X(embed_q4_k) X(embed_q5_k) X(embed_q6_k)
 
 /* Function constants: booleans that specialise a kernel. Bit i is function constant i. */
 enum {
