@@ -143,6 +143,56 @@ unsigned available_threads() {
     return std::max(1u, std::thread::hardware_concurrency());
 }
 
+// Both multiply the same rows, prepared in the same way; the second finds them ready.
+bool same_input(const Call &first, const Call &second) {
+    if (!is_linear(first.launch->kernel) || !is_linear(second.launch->kernel)) return false;
+    const auto &a = first.params<ferrum_linear_params>(), &b = second.params<ferrum_linear_params>();
+    return first.slots[FERRUM_LINEAR_X] == second.slots[FERRUM_LINEAR_X] && a.rows == b.rows &&
+           a.in_features == b.in_features && a.input_stride == b.input_stride &&
+           linear_temp(*first.launch, 1).fixed_point == linear_temp(*second.launch, 1).fixed_point;
+}
+
+// A submission with its buffers resolved and its temporary memory laid out.
+struct Launches : Job {
+    Launches(Submission &&submission, const KernelFunction *kernels, unsigned threads)
+        : Job(unsigned(submission.launches.size()) * kLoopsPerLaunch),
+          work(std::move(submission)),
+          kernels(kernels),
+          calls(work.launches.size()) {
+        uint64_t at = 0;
+        for (size_t i = 0; i < calls.size(); i++) {
+            const ferrum_launch &launch = work.launches[i];
+            Call &call = calls[i];
+            call = {&launch, {}, nullptr, 0, false, threads};
+            for (uint32_t b = 0; b < launch.binding_count; b++) {
+                const ferrum_binding &binding = launch.bindings[b];
+                const Resource &resource = work.resources[binding.resource];
+                call.slots[binding.slot] = static_cast<uint8_t *>(resource.buffer->host()) + resource.offset + binding.offset;
+            }
+            // Launches that may overlap have temporary memory of their own, but projections of one input share it.
+            if (launch.barrier) at = 0;
+            call.temp_offset = at;
+            if (i && !launch.barrier && same_input(calls[i - 1], call)) {
+                call.temp_offset = calls[i - 1].temp_offset;
+                call.temp_is_ready = true;
+            }
+            at = std::max(at, call.temp_offset + align_up(cpu::temp_bytes(launch, threads), 64));
+            temp_bytes = std::max(temp_bytes, at);
+        }
+    }
+    void run(Worker &worker) override {
+        for (const Call &call : calls) {
+            if (call.launch->barrier) worker.barrier();
+            kernels[call.launch->kernel](call, worker);
+        }
+    }
+
+    Submission work;
+    const KernelFunction *const kernels;
+    std::vector<Call> calls;
+    uint64_t temp_bytes = 0;
+};
+
 class CpuDevice : public Device {
    public:
     explicit CpuDevice(const ferrum_device_options &options)
@@ -165,63 +215,21 @@ class CpuDevice : public Device {
     }
 
     void submit(Submission &&work) override {
-        std::vector<Call> calls(work.launches.size());
-        std::vector<uint64_t> offsets(work.launches.size());
-        uint64_t at = 0, most = 0;
-        for (size_t i = 0; i < calls.size(); i++) {
-            const ferrum_launch &launch = work.launches[i];
-            Call &call = calls[i];
-            call = {&launch, {}, nullptr, false, pool_->threads()};
-            for (uint32_t b = 0; b < launch.binding_count; b++) {
-                const ferrum_binding &binding = launch.bindings[b];
-                const Resource &resource = work.resources[binding.resource];
-                call.slots[binding.slot] =
-                    static_cast<uint8_t *>(resource.buffer->host()) + resource.offset + binding.offset;
-            }
-            // Launches that may overlap have temporary memory of their own, but projections of one input share it.
-            if (launch.barrier) at = 0;
-            offsets[i] = at;
-            if (i && !launch.barrier && same_input(calls[i - 1], call)) {
-                offsets[i] = offsets[i - 1];
-                call.temp_is_ready = true;
-            }
-            at = std::max(at, offsets[i] + align_up(temp_bytes(launch, pool_->threads()), 64));
-            most = std::max(most, at);
-        }
+        auto job = std::make_shared<Launches>(std::move(work), set_.kernels, pool_->threads());
         std::lock_guard lock(run_);
-        if (temp_size_ < most) {
-            temp_ = std::unique_ptr<uint8_t, decltype(&free)>(
-                static_cast<uint8_t *>(blocks.take(BlockCache::size_class(most))), &free);
-            temp_size_ = BlockCache::size_class(most);
+        if (temp_size_ < job->temp_bytes) {
+            temp_.reset(static_cast<uint8_t *>(blocks.take(BlockCache::size_class(job->temp_bytes))));
+            temp_size_ = BlockCache::size_class(job->temp_bytes);
         }
-        for (size_t i = 0; i < calls.size(); i++) calls[i].temp = temp_.get() + offsets[i];
-        struct Job {
-            const CpuDevice *device;
-            const std::vector<Call> *calls;
-        } job{this, &calls};
-        pool_->run(
-            [](void *context, Worker &worker) {
-                const Job &job = *static_cast<Job *>(context);
-                for (const Call &call : *job.calls) {
-                    if (call.launch->barrier) worker.barrier();
-                    job.device->set_.kernels[call.launch->kernel](call, worker);
-                }
-            },
-            &job, unsigned(calls.size()) * kLoopsPerLaunch);
+        for (Call &call : job->calls) call.temp = temp_.get() + call.temp_offset;
+        pool_->run(job);
+        // A thread may still be leaving the job; what the call kept alive goes now, while the caller is here.
+        job->work.keep.clear();
     }
 
     BlockCache blocks;
 
    private:
-    // Both multiply the same rows, prepared in the same way; the second finds them ready.
-    bool same_input(const Call &first, const Call &second) const {
-        if (!is_linear(first.launch->kernel) || !is_linear(second.launch->kernel)) return false;
-        const auto &a = first.params<ferrum_linear_params>(), &b = second.params<ferrum_linear_params>();
-        return first.slots[FERRUM_LINEAR_X] == second.slots[FERRUM_LINEAR_X] && a.rows == b.rows &&
-               a.in_features == b.in_features && a.input_stride == b.input_stride &&
-               linear_temp(*first.launch, 1).fixed_point == linear_temp(*second.launch, 1).fixed_point;
-    }
-
     const InstructionSet set_;
     std::unique_ptr<Pool> pool_;
     std::mutex run_;

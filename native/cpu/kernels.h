@@ -20,7 +20,8 @@ constexpr uint32_t kMaxSlots = 12;
 struct Call {
     const ferrum_launch *launch;
     uint8_t *slots[kMaxSlots];
-    uint8_t *temp;       // temp_bytes(launch), shared by all threads
+    uint8_t *temp;         // temp_bytes(launch), shared by all threads
+    uint64_t temp_offset;  // where in the device's temporary memory that is
     bool temp_is_ready;  // an earlier launch of this barrier group already put the same input there
     unsigned threads;
 

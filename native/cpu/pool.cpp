@@ -14,48 +14,36 @@ void pause() {
 #endif
 }
 
-// Launches follow each other within microseconds, so spinning beats sleeping; but a core may be missing or busy with
-// someone else's work, so after a while the spinner lets others run.
-constexpr int kSpins = 4000;
+// Launches and calls follow each other within microseconds, so spinning beats sleeping. Someone who waits for items
+// longer than this waits for a thread that was put aside: let it run.
+constexpr int kSpinsBeforeYield = 1000;
+constexpr int kSpinsBeforeSleep = 4000;
 
-template <class Done>
-void spin_until(Done done) {
-    for (int i = 0; !done(); i++) {
-        if (i < kSpins)
+}  // namespace
+
+bool Worker::take(uint64_t n, uint64_t grain, uint64_t &begin, uint64_t &end) {
+    std::atomic<uint64_t> &next = job_.next[loop_].value;
+    if (next.load(std::memory_order_relaxed) >= n) return false;
+    begin = next.fetch_add(grain, std::memory_order_relaxed);
+    if (begin >= n) return false;
+    end = begin + grain < n ? begin + grain : n;
+    return true;
+}
+
+void Worker::finish(uint64_t items) { job_.done.value.fetch_add(items, std::memory_order_release); }
+
+// Items behind a barrier start only when all before it are done: so "at least as many as were opened" means all of them.
+void Worker::barrier() {
+    for (int i = 0; job_.done.value.load(std::memory_order_acquire) < opened_; i++) {
+        if (i < kSpinsBeforeYield)
             pause();
         else
             sched_yield();
     }
 }
 
-}  // namespace
-
-void Worker::barrier() {
-    if (pool_.count_ == 1) return;
-    const uint64_t phase = pool_.phase_.load(std::memory_order_relaxed);
-    if (pool_.arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == pool_.count_) {
-        pool_.arrived_.store(0, std::memory_order_relaxed);
-        pool_.phase_.store(phase + 1, std::memory_order_release);
-    } else {
-        spin_until([&] { return pool_.phase_.load(std::memory_order_acquire) != phase; });
-    }
-}
-
-void Worker::open(uint64_t n, uint64_t grain) {
-    n_ = n;
-    grain_ = grain;
-    loop_++;
-}
-
-bool Worker::take(uint64_t &begin, uint64_t &end) {
-    begin = pool_.counters_[loop_ - 1].next.fetch_add(grain_, std::memory_order_relaxed);
-    if (begin >= n_) return false;
-    end = begin + grain_ < n_ ? begin + grain_ : n_;
-    return true;
-}
-
-Pool::Pool(unsigned threads) : count_(threads) {
-    for (unsigned i = 1; i < count_; i++) workers_.emplace_back([this, i] { serve(i); });
+Pool::Pool(unsigned threads) {
+    for (unsigned i = 1; i < threads; i++) workers_.emplace_back([this, i] { serve(i); });
 }
 
 Pool::~Pool() {
@@ -66,42 +54,41 @@ Pool::~Pool() {
     {
         std::lock_guard lock(mutex_);
         stop_ = true;
+        generation_.fetch_add(1, std::memory_order_release);
     }
     wake_.notify_all();
     for (std::thread &worker : workers_) worker.join();
 }
 
-void Pool::run(Body body, void *context, unsigned loops) {
-    if (counters_.size() < loops) counters_ = std::vector<Counter>(loops * 2);
-    for (unsigned i = 0; i < loops; i++) counters_[i].next.store(0, std::memory_order_relaxed);
-    body_ = body;
-    context_ = context;
-    running_.store(count_ - 1, std::memory_order_relaxed);
+void Pool::run(std::shared_ptr<Job> job) {
     bool anyone_sleeps = false;
-    if (count_ > 1) {
+    if (!workers_.empty()) {
         std::lock_guard lock(mutex_);
-        job_.fetch_add(1, std::memory_order_release);
+        job_ = job;
+        generation_.fetch_add(1, std::memory_order_release);
         anyone_sleeps = sleeping_ > 0;
     }
     if (anyone_sleeps) wake_.notify_all();
-    Worker worker(*this, 0);
-    body(context, worker);
-    spin_until([&] { return running_.load(std::memory_order_acquire) == 0; });
+    Worker worker(*job, 0);
+    job->run(worker);
+    worker.barrier();
 }
 
 void Pool::serve(unsigned index) {
-    for (uint64_t seen = 0;; seen++) {
-        for (int i = 0; i < kSpins && job_.load(std::memory_order_acquire) == seen; i++) pause();
-        if (job_.load(std::memory_order_acquire) == seen) {
+    for (uint64_t seen = 0;;) {
+        for (int i = 0; i < kSpinsBeforeSleep && generation_.load(std::memory_order_acquire) == seen; i++) pause();
+        std::shared_ptr<Job> job;
+        {
             std::unique_lock lock(mutex_);
             sleeping_++;
-            wake_.wait(lock, [&] { return stop_ || job_.load(std::memory_order_acquire) != seen; });
+            wake_.wait(lock, [&] { return generation_.load(std::memory_order_relaxed) != seen; });
             sleeping_--;
-            if (job_.load(std::memory_order_acquire) == seen) return;  // stopped
+            if (stop_) return;
+            seen = generation_.load(std::memory_order_relaxed);
+            job = job_;
         }
-        Worker worker(*this, index);
-        body_(context_, worker);
-        running_.fetch_sub(1, std::memory_order_release);
+        Worker worker(*job, index);
+        job->run(worker);
     }
 }
 

@@ -1,9 +1,12 @@
-// Persistent threads. A submission runs on all of them at once; each walks the same list of launches.
+// Persistent threads that help with a submission.
+//
+// Nobody waits for a thread, only for items: a thread that the system has put aside holds nobody up unless it is in the
+// middle of one, and when it comes back it finds nothing left and moves on. So a job lives until the last thread has
+// left it, though its caller went on when the last item was done.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
-#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -13,36 +16,37 @@
 
 namespace ferrum::cpu {
 
+// Work for all threads: subclasses hold everything that `run` reads outside of items.
+struct Job {
+    explicit Job(unsigned loops) : next(loops) {}
+    virtual ~Job() = default;
+    virtual void run(Worker &worker) = 0;
+
+    struct alignas(64) Counter {
+        std::atomic<uint64_t> value{0};
+    };
+    std::vector<Counter> next;  // per shared loop, the next item
+    Counter done;               // items done in all loops
+};
+
 class Pool {
-   public:
+  public:
     // `threads` counts the caller's: one means no thread of our own.
     explicit Pool(unsigned threads);
     ~Pool();
-    unsigned threads() const { return count_; }
-    using Body = void (*)(void *context, Worker &worker);
-    // Runs body on every thread and returns when all are done; shared loops in it number at most `loops`.
-    // One run at a time: callers hold a lock.
-    void run(Body body, void *context, unsigned loops);
+    unsigned threads() const { return unsigned(workers_.size()) + 1; }
+    // Returns when every item is done. One call at a time: callers hold a lock.
+    void run(std::shared_ptr<Job> job);
     // The process forked: the threads are not here, so they cannot be joined.
     void abandon() { abandoned_ = true; }
 
-   private:
-    friend class Worker;
-    struct alignas(64) Counter {
-        std::atomic<uint64_t> next{0};
-    };
+  private:
     void serve(unsigned index);
 
-    unsigned count_;
-    std::vector<Counter> counters_;
-    Body body_ = nullptr;
-    void *context_ = nullptr;
-    alignas(64) std::atomic<uint64_t> job_{0};
-    alignas(64) std::atomic<unsigned> running_{0};
-    alignas(64) std::atomic<unsigned> arrived_{0};
-    alignas(64) std::atomic<uint64_t> phase_{0};
     std::mutex mutex_;
     std::condition_variable wake_;
+    std::shared_ptr<Job> job_;
+    alignas(64) std::atomic<uint64_t> generation_{0};
     unsigned sleeping_ = 0;
     bool stop_ = false;
     bool abandoned_ = false;

@@ -5,32 +5,40 @@
 
 namespace ferrum::cpu {
 
-class Pool;
+struct Job;
 
-// One thread's view of a running submission. Every thread calls the same members in the same order.
+// One thread's way through a submission. Every thread that takes part makes the same calls in the same order, so it
+// knows without asking how many items there are up to any point.
 class Worker {
-   public:
-    Worker(Pool &pool, unsigned index) : pool_(pool), index_(index) {}
+  public:
+    Worker(Job &job, unsigned index) : job_(job), index_(index) {}
+    // Of the thread: for memory of its own.
     unsigned index() const { return index_; }
-    // Waits until every thread is here.
-    void barrier();
-    // Opens the next shared loop over [0, n); then `take` hands out ranges of at most `grain` until it returns false.
-    void open(uint64_t n, uint64_t grain);
-    bool take(uint64_t &begin, uint64_t &end);
 
-    // Runs body(i) for every i in [0, n), shared between the threads; no barrier at the end.
+    // Runs body(i) for every i in [0, n), shared between the threads; returns when there is nothing left to take.
     template <class Body>
     void for_each(uint64_t n, uint64_t grain, Body &&body) {
-        open(n, grain);
-        for (uint64_t begin, end; take(begin, end);)
+        for (uint64_t begin, end; take(n, grain, begin, end);) {
             for (uint64_t i = begin; i < end; i++) body(i);
+            finish(end - begin);
+        }
+        close(n);
+    }
+    // Waits until every item of every loop so far is done.
+    void barrier();
+
+  private:
+    bool take(uint64_t n, uint64_t grain, uint64_t &begin, uint64_t &end);
+    void finish(uint64_t items);
+    void close(uint64_t n) {
+        opened_ += n;
+        loop_++;
     }
 
-   private:
-    Pool &pool_;
+    Job &job_;
     unsigned index_;
     unsigned loop_ = 0;
-    uint64_t n_ = 0, grain_ = 1;
+    uint64_t opened_ = 0;
 };
 
 }  // namespace ferrum::cpu
