@@ -131,10 +131,10 @@ def kernel_names() -> list[str]:
 # ---- Devices, buffers
 
 
-def device_new(name: str, *, threads: int, arena_bytes: int, instruction_set: str, poison: bool) -> Handle:
+def device_new(name: str, *, threads: int, arena_bytes: int, exact: bool, instruction_set: str, poison: bool) -> Handle:
     """Open a device; zeros and "" stand for its defaults."""
     text = ffi.new("char[]", instruction_set.encode())
-    options = ffi.new("ferrum_device_options *", [arena_bytes, threads, int(poison), text])
+    options = ffi.new("ferrum_device_options *", [arena_bytes, threads, int(exact), int(poison), text])
     return _new(
         "ferrum_device",
         lib.ferrum_device_release,

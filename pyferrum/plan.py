@@ -18,7 +18,7 @@ from pyferrum.formats import FORMATS, NUMBERS, hidden_format
 from pyferrum.weights import AttentionWeights
 
 FORMS = ("scalar", "participant_loop", "packed")
-ROLES = ("input", "output", "weight", "scratch", "page_table", "rope")
+ROLES = ("input", "output", "weight", "scratch", "page_table", "rope", "partials")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 SCRATCH_REGIONS = ("normalized", "query_raw", "key_raw", "value_raw", "query", "context", "projected")
 _CONSTANTS = {
@@ -74,13 +74,16 @@ class Plan:
     """The dispatches of one causal-attention call and what they need."""
 
     form: str
-    """"scalar", "participant_loop" (8 launches a sequence) or "packed" (2 a sequence and 6 shared)."""
+    """"scalar", "participant_loop" (8 launches a sequence) or "packed" (2 a sequence and 6 shared); one more for each
+    sequence whose attention is split over a long context."""
     launches: tuple[Launch, ...]
     total_tokens: int
     scratch_bytes: int
     scratch_bytes_per_token: int
     scratch_regions: Mapping[str, int]
     """Byte offset of each region."""
+    partials_bytes: int
+    """Of attention that is split over a long context and combined by a second launch."""
     page_table_bytes: int
     pages: int
     """Pages of all states after the call, before sharing."""
@@ -161,6 +164,7 @@ def plan_attention(
                 "total_tokens",
                 "scratch_bytes",
                 "scratch_bytes_per_token",
+                "partials_bytes",
                 "page_table_bytes",
                 "pages",
                 "maximum_pages",

@@ -52,7 +52,7 @@ def test_eval__prints_method_and_agrees_with_the_library(
 def test_inspect__shows_the_checkpoint_and_a_plan(capsys: pytest.CaptureFixture[str], model_path: Path) -> None:
     code, out, _ = output(capsys, "inspect", "--model", str(model_path))
     assert code == 0
-    assert "210 Q4_1, 61 F32, 1 Q8_0" in out and "causal_attention_f16" in out
+    assert "210 Q4_1, 61 F32, 1 Q8_0" in out and "causal_attention_split_f16" in out
     assert json.loads(output(capsys, "inspect", "--model", str(model_path), "--json")[1])["layers"] == 30
 
 

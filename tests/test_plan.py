@@ -88,19 +88,47 @@ def test_page_tables__cover_the_tokens_that_are_there_and_no_more() -> None:
     assert plan.pages == 5
 
 
-def test_simdgroups__follow_the_context_up_to_their_limit() -> None:
-    for start, expected in ((0, 1), (6, 7), (300, 16)):
-        attention = pf.plan_attention(QWEN, 1, starts=start).launches[5]
-        assert attention.params["simdgroups"] == expected
-        assert attention.threads == (32, expected, 1)
-        assert attention.threadgroup_bytes == 4 * (expected * 256 + 3 * expected)
-    assert attention.threadgroup_bytes == 16576
+def test_split__of_a_long_context_is_two_launches_over_spans_at_absolute_positions() -> None:
+    for tokens, start, packed in (
+        (1, 255, False),
+        (1, 256, False),
+        (16, 5000, False),
+        (17, 5000, False),
+        (1, 9000, True),
+    ):
+        plan = pf.plan_attention(QWEN, [tokens, 1] if packed else tokens, starts=start, packed=packed)
+        kernels = [launch.kernel.removeprefix("causal_attention_") for launch in plan.launches]
+        spans = (start + tokens + 255) // 256
+        if tokens > 16:
+            assert "tiles_f16" in kernels and plan.partials_bytes == 0
+        elif spans == 1:
+            assert "decode_f16" in kernels and plan.partials_bytes == 0
+        else:
+            split = [launch for launch in plan.launches if "split" in launch.kernel]
+            assert split[0].grid == (spans, 16, tokens)
+            assert split[0].params["span_tokens"] == 256 and split[0].params["first_span"] == 0
+            assert kernels.count("combine_f16") == len(split) == (2 if packed else 1)
+            assert plan.partials_bytes == 4 * 16 * tokens * spans * (256 + 16) * len(split)
+    windowed = pf.AttentionConfig(64, 4, 4, 64, maximum_context_tokens=8192, sliding_window=300)
+    split = pf.plan_attention(windowed, 1, starts=2000).launches[5]
+    # Pages of 64 tokens, spans of 256: keys 1701…2000 lie in spans 6 and 7.
+    assert (split.params["first_span"], split.params["spans"]) == (6, 2)
+
+
+def test_linear__shape_follows_the_rows() -> None:
+    for tokens, kernel in ((1, "vector"), (2, "rows"), (16, "rows"), (17, "tiles")):
+        assert pf.plan_attention(QWEN, tokens).launches[1].kernel == f"linear_{kernel}_f16"
 
 
 def test_barriers__only_independent_launches_overlap() -> None:
     plan = pf.plan_attention(QWEN, [2, 3])
     free = [launch.kernel for launch in plan.launches if not launch.barrier]
-    assert free == ["linear_f16", "linear_f16", "causal_attention_prepare_f16", "causal_attention_f16"]
+    assert free == [
+        "linear_rows_f16",
+        "linear_rows_f16",
+        "causal_attention_prepare_f16",
+        "causal_attention_decode_f16",
+    ]
 
 
 def test_kernels__plans_of_all_cases_name_known_kernels_and_bind_each_slot_once() -> None:
@@ -123,7 +151,7 @@ def test_constants__say_what_the_weights_have() -> None:
     assert constants["causal_attention_prepare_f16"] == {
         "rope_interleaved", "query_norm", "query_norm_f32", "key_norm", "key_norm_f32",
     }  # fmt: skip
-    assert constants["causal_attention_f16"] == {"output_gate"}
+    assert constants["causal_attention_decode_f16"] == {"output_gate"}
 
 
 def test_plan__runs_nothing_and_touches_no_page() -> None:
@@ -134,8 +162,8 @@ def test_plan__runs_nothing_and_touches_no_page() -> None:
 
 def test_plan__prints_every_launch() -> None:
     text = str(pf.plan_attention(QWEN, [1, 1], formats="Q4_K"))
-    assert text.count("linear_q4_k") == 4
-    assert text.count("causal_attention_f16") == 2
+    assert text.count("linear_rows_q4_k") == 4
+    assert text.count("causal_attention_decode_f16") == 2
 
 
 BAD = [

@@ -137,6 +137,7 @@ Call run(Attention *attention, const ferrum_attention_weights &weights, uint32_t
         call.outputs.push_back(device->allocate((packed ? total : tokens[i]) * shape.hidden_size * element));
     Ref<Buffer> scratch = device->allocate(plan->summary.scratch_bytes);
     Ref<Buffer> tables = device->allocate(plan->summary.page_table_bytes);
+    Ref<Buffer> partials = device->allocate(plan->summary.partials_bytes);
 
     // Reserve and claim; from here on a failure drops the new states, and with them the claims.
     Arena::Appended appended = device->arena().append(kOp, states, new_tokens);
@@ -158,6 +159,8 @@ Call run(Attention *attention, const ferrum_attention_weights &weights, uint32_t
                 return tensor(fields[resource.index]);
             case FERRUM_ROLE_SCRATCH:
                 return {scratch.get(), 0};
+            case FERRUM_ROLE_PARTIALS:
+                return {partials.get(), 0};
             case FERRUM_ROLE_PAGE_TABLE:
                 return {tables.get(), 0};
             default:
@@ -179,7 +182,7 @@ Call run(Attention *attention, const ferrum_attention_weights &weights, uint32_t
 }  // namespace
 
 Attention::Attention(Ref<Device> device, const ferrum_attention_config &config, const double *inverse_frequencies)
-    : shape(AttentionShape::make(config)),
+    : shape(AttentionShape::make(config, device->traits())),
       rope(rope_table(device.get(), shape, inverse_frequencies)),
       device_(std::move(device)) {}
 

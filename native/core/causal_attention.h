@@ -10,13 +10,15 @@ namespace ferrum {
 
 struct AttentionShape : ferrum_attention_config {
     KVLayout layout;
+    uint32_t span_tokens;  // of this device: whole pages
+    bool exact;
 
     uint64_t query_features() const { return uint64_t(query_heads) * head_dim; }
     uint64_t query_projection_features() const { return query_features() * (output_gate ? 2 : 1); }
     uint64_t key_value_features() const { return uint64_t(key_value_heads) * head_dim; }
     uint64_t maximum_pages() const { return layout.pages(maximum_context_tokens); }
     // Validates every rule of the configuration.
-    static AttentionShape make(const ferrum_attention_config &config);
+    static AttentionShape make(const ferrum_attention_config &config, Traits traits);
 };
 
 class Attention : public RefCounted {
@@ -49,6 +51,7 @@ struct AttentionPlan : public RefCounted {
     std::vector<ferrum_launch> launches;
     std::vector<ferrum_resource> resources;
     std::vector<uint64_t> page_table_offsets;  // bytes, per participant
+    std::vector<uint64_t> partials_offsets;    // the same
 };
 
 // Pure: a function of its arguments. Reads no state, arena or buffer.

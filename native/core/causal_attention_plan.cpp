@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "../include/ferrum_kv_layout.h"
 #include "causal_attention.h"
 #include "sha256.h"
 
@@ -52,28 +53,51 @@ class Planner {
     const ScratchLayout &scratch() const { return scratch_; }
 
     void run(bool packed) {
-        const uint32_t n = request_.participants;
+        lay_out_partials();
         if (packed) {
             norm(0, 0, total_);
             projections(0, total_);
-            // Attention of one participant needs only its own prepare; one barrier serves all of them.
-            for (uint32_t i = 0, token = 0; i < n; token += uint32_t(request_.tokens[i++])) prepare(i, token, i == 0);
-            for (uint32_t i = 0, token = 0; i < n; token += uint32_t(request_.tokens[i++])) attention(i, token, i == 0);
+            // Each step of one participant needs only its own step before; one barrier serves all of them.
+            each_participant([&](uint32_t i, uint64_t token) { prepare(i, token, i == 0); });
+            each_participant([&](uint32_t i, uint64_t token) { attention(i, token, i == 0); });
+            bool first = true;
+            each_participant([&](uint32_t i, uint64_t token) {
+                if (!is_split(i)) return;
+                combine(i, token, first);
+                first = false;
+            });
             finish(0, 0, total_);
-        } else {
-            for (uint32_t i = 0, token = 0; i < n; token += uint32_t(request_.tokens[i++])) {
-                first_launch_ = plan_.launches.size();
-                norm(i, token, request_.tokens[i]);
-                projections(token, request_.tokens[i]);
-                prepare(i, token, true);
-                attention(i, token, true);
-                finish(i, token, request_.tokens[i]);
-                for (size_t l = first_launch_; l < plan_.launches.size(); l++) plan_.launches[l].participant = i;
-            }
+            return;
+        }
+        each_participant([&](uint32_t i, uint64_t token) {
+            const size_t first = plan_.launches.size();
+            norm(i, token, request_.tokens[i]);
+            projections(token, request_.tokens[i]);
+            prepare(i, token, true);
+            attention(i, token, true);
+            if (is_split(i)) combine(i, token, true);
+            finish(i, token, request_.tokens[i]);
+            for (size_t l = first; l < plan_.launches.size(); l++) plan_.launches[l].participant = i;
+        });
+    }
+
+  private:
+    // body(participant, its first row among all rows)
+    template <class Body>
+    void each_participant(Body &&body) const {
+        uint64_t token = 0;
+        for (uint32_t i = 0; i < request_.participants; token += request_.tokens[i++]) body(i, token);
+    }
+
+    void lay_out_partials() {
+        for (uint32_t i = 0; i < request_.participants; i++) {
+            plan_.partials_offsets.push_back(plan_.summary.partials_bytes);
+            const auto p = params(i);
+            if (is_split(i))
+                plan_.summary.partials_bytes += uint64_t(p.tokens) * p.query_heads * p.spans * p.partial_stride * 4;
         }
     }
 
-   private:
     uint32_t resource(uint32_t role, uint32_t index) {
         for (uint32_t i = 0; i < plan_.resources.size(); i++)
             if (plan_.resources[i].role == role && plan_.resources[i].index == index) return i;
@@ -103,7 +127,7 @@ class Planner {
                               {}};
         if (linear.has_bias) linear.bias = weight(Weight(q_bias + projection));
         plan_.launches.push_back(linear_launch(linear, scratch(from, token), scratch_.stride[from], scratch(to, token),
-                                               scratch_.stride[to], false, uint32_t(rows), barrier));
+                                               scratch_.stride[to], false, uint32_t(rows), barrier, shape_.exact));
     }
 
     void projections(uint64_t token, uint64_t rows) {
@@ -131,7 +155,11 @@ class Planner {
         p.tokens_per_page = shape_.layout.tokens_per_page;
         p.page_count = uint32_t(shape_.layout.pages(end));
         p.window = shape_.sliding_window;
-        p.simdgroups = uint32_t(std::min<uint64_t>(FERRUM_MAX_ATTENTION_SIMDGROUPS, end));
+        p.span_tokens = shape_.span_tokens;
+        const uint64_t seen = p.window && p.position_start + 1 > p.window ? p.position_start + 1 - p.window : 0;
+        p.first_span = uint32_t(seen / p.span_tokens);
+        p.spans = uint32_t((end - 1) / p.span_tokens) + 1 - p.first_span;
+        p.partial_stride = ferrum_partial_stride(shape_.head_dim);
         p.epsilon = shape_.epsilon;
         p.scale = shape_.scale;
         p.softcap = shape_.softcap;
@@ -157,26 +185,65 @@ class Planner {
         bind(FERRUM_PREPARE_ROPE, {resource(FERRUM_ROLE_ROPE, 0), 0});
         bind(FERRUM_PREPARE_QUERY, scratch(S::query, token));
         bind(FERRUM_PREPARE_PAGES, page_table(participant));
-        launch.with(params(participant))
+        launch.with(FERRUM_PREPARE_PARAMS, params(participant))
             .over(uint32_t(request_.tokens[participant]), shape_.query_heads + 2 * shape_.key_value_heads,
                   FERRUM_SIMD_WIDTH);
         launch.participant = participant;
         plan_.launches.push_back(launch);
     }
 
+    // A few tokens over several spans: a launch that takes the spans side by side, and later one that combines them.
+    bool is_split(uint32_t participant) const {
+        return request_.tokens[participant] <= FERRUM_FEW_ROWS && params(participant).spans > 1;
+    }
+
     void attention(uint32_t participant, uint64_t token, bool barrier) {
         using S = ScratchLayout;
         const auto p = params(participant);
-        Launch launch(kernel_causal_attention_f16, shape_.output_gate ? FERRUM_CONSTANT_OUTPUT_GATE : 0, barrier);
+        const bool split = is_split(participant), tiles = p.tokens > FERRUM_FEW_ROWS && !shape_.exact;
+        Launch launch(split   ? kernel_causal_attention_split_f16
+                      : tiles ? kernel_causal_attention_tiles_f16
+                              : kernel_causal_attention_decode_f16,
+                      split ? 0 : gate_constant(), barrier);
         auto bind = [&](uint32_t slot, Operand operand) { launch.bind(slot, operand.resource, operand.offset); };
-        bind(FERRUM_ATTENTION_QUERY, scratch(S::query, token));
-        bind(FERRUM_ATTENTION_QUERY_RAW, scratch(S::query_raw, token));
-        bind(FERRUM_ATTENTION_CONTEXT, scratch(S::context, token));
-        bind(FERRUM_ATTENTION_PAGES, page_table(participant));
-        launch.with(p).over(p.tokens, p.query_heads, FERRUM_SIMD_WIDTH, p.simdgroups);
-        launch.threadgroup_bytes = (p.simdgroups * p.head_dim + 3 * p.simdgroups) * uint32_t(sizeof(float));
+        if (split) {
+            bind(FERRUM_SPLIT_QUERY, scratch(S::query, token));
+            bind(FERRUM_SPLIT_PAGES, page_table(participant));
+            bind(FERRUM_SPLIT_PARTIALS, partials(participant));
+            launch.with(FERRUM_SPLIT_PARAMS, p)
+                .over(p.spans, p.query_heads, FERRUM_SIMD_WIDTH, FERRUM_ATTENTION_SIMDGROUPS, p.tokens);
+        } else {
+            bind(FERRUM_ATTENTION_QUERY, scratch(S::query, token));
+            bind(FERRUM_ATTENTION_QUERY_RAW, scratch(S::query_raw, token));
+            bind(FERRUM_ATTENTION_CONTEXT, scratch(S::context, token));
+            bind(FERRUM_ATTENTION_PAGES, page_table(participant));
+            launch.with(FERRUM_ATTENTION_PARAMS, p);
+            if (tiles)
+                launch.over(div_up(p.tokens, FERRUM_ATTENTION_TILE_TOKENS), p.query_heads, FERRUM_SIMD_WIDTH, 4);
+            else
+                launch.over(p.tokens, p.query_heads, FERRUM_SIMD_WIDTH, FERRUM_ATTENTION_SIMDGROUPS);
+        }
         launch.participant = participant;
         plan_.launches.push_back(launch);
+    }
+
+    void combine(uint32_t participant, uint64_t token, bool barrier) {
+        using S = ScratchLayout;
+        const auto p = params(participant);
+        Launch launch(kernel_causal_attention_combine_f16, gate_constant(), barrier);
+        auto bind = [&](uint32_t slot, Operand operand) { launch.bind(slot, operand.resource, operand.offset); };
+        bind(FERRUM_COMBINE_PARTIALS, partials(participant));
+        bind(FERRUM_COMBINE_QUERY_RAW, scratch(S::query_raw, token));
+        bind(FERRUM_COMBINE_CONTEXT, scratch(S::context, token));
+        launch.with(FERRUM_COMBINE_PARAMS, p).over(p.tokens, p.query_heads, FERRUM_SIMD_WIDTH);
+        launch.participant = participant;
+        plan_.launches.push_back(launch);
+    }
+
+    uint32_t gate_constant() const { return shape_.output_gate ? FERRUM_CONSTANT_OUTPUT_GATE : 0; }
+
+    Operand partials(uint32_t participant) {
+        return {resource(FERRUM_ROLE_PARTIALS, 0), plan_.partials_offsets[participant]};
     }
 
     void finish(uint32_t participant, uint64_t token, uint64_t rows) {
@@ -193,12 +260,11 @@ class Planner {
     AttentionPlan &plan_;
     const ScratchLayout scratch_;
     const uint64_t total_;
-    size_t first_launch_ = 0;
 };
 
 }  // namespace
 
-AttentionShape AttentionShape::make(const ferrum_attention_config &config) {
+AttentionShape AttentionShape::make(const ferrum_attention_config &config, Traits traits) {
     AttentionShape shape;
     static_cast<ferrum_attention_config &>(shape) = config;
     expect(config.hidden_size > 0, "hidden_size", "at least 1", config.hidden_size);
@@ -222,6 +288,8 @@ AttentionShape AttentionShape::make(const ferrum_attention_config &config) {
     expect(shape.query_projection_features() <= UINT32_MAX / 2, "query_heads", "rows that fit 32 bits",
            config.query_heads);
     shape.layout = KVLayout::make("attention_config", config.key_value_heads, config.head_dim);
+    shape.span_tokens = ferrum_kv_span_tokens(shape.layout.tokens_per_page, traits.span_tokens);
+    shape.exact = traits.exact;
     const uint64_t most = uint64_t(FERRUM_MAX_STATE_PAGES) * shape.layout.tokens_per_page;
     expect(config.maximum_context_tokens <= most, "maximum_context_tokens",
            "at most " + std::to_string(most) + " (" + std::to_string(FERRUM_MAX_STATE_PAGES) + " pages of " +
@@ -280,7 +348,7 @@ Ref<AttentionPlan> plan_causal_attention(const AttentionShape &shape, const ferr
     }
     checked_u32({kOp, "x (tokens of all sequences)"}, summary.total_tokens);
     const bool packed = request.form == FERRUM_FORM_PACKED && request.participants > 1;
-    plan->launches.reserve(packed ? 6 + 2 * size_t(request.participants) : 8 * size_t(request.participants));
+    plan->launches.reserve(9 * size_t(request.participants) + 6);
     Planner planner(shape, request, *plan.get(), summary.total_tokens);
     planner.run(packed);
     summary.form = packed                      ? FERRUM_FORM_PACKED

@@ -137,6 +137,12 @@ struct Submission {
     }
 };
 
+// What a plan takes from the device it is for.
+struct Traits {
+    uint32_t span_tokens;  // wanted length of a softmax span: short ones spread a context further, long ones merge less
+    bool exact;            // no kernel may give a row another order of sums because of how many come with it
+};
+
 class Device : public RefCounted {
    public:
     Device();
@@ -147,6 +153,7 @@ class Device : public RefCounted {
     virtual void submit(Submission &&work) = 0;
     virtual void wait() = 0;  // until everything submitted is done
     virtual ferrum_device_summary describe() const = 0;
+    virtual Traits traits() const = 0;
     Arena &arena() { return *arena_; }
     bool poison() const { return poison_; }
     bool forked() const;                      // since it was opened

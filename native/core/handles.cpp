@@ -26,7 +26,7 @@ void add_kv_move(Submission &work, Kernel kernel, State *state, uint64_t start, 
     launch.bind(FERRUM_KV_KEYS, work.add(keys.buffer, keys.offset))
         .bind(FERRUM_KV_VALUES, work.add(values.buffer, values.offset))
         .bind(FERRUM_KV_PAGES, work.add(table.get()))
-        .with(ferrum_kv_params{uint32_t(start), uint32_t(tokens), layout.key_value_heads, layout.head_dim,
+        .with(FERRUM_KV_PARAMS, ferrum_kv_params{uint32_t(start), uint32_t(tokens), layout.key_value_heads, layout.head_dim,
                                layout.tokens_per_page, 0})
         .over(uint32_t(tokens), layout.key_value_heads, FERRUM_SIMD_WIDTH);
     work.launches.push_back(launch);

@@ -22,7 +22,7 @@ const FormatInfo *weight_format(uint32_t format) {
     switch (format) {
 #define FERRUM_FORMAT_CASE(NAME, name, id, elements, bytes)                                                 \
     case id: {                                                                                              \
-        static const FormatInfo info = {#NAME, elements, bytes, kernel_linear_##name, kernel_embed_##name}; \
+        static const FormatInfo info = {#NAME, elements, bytes, kernel_linear_vector_##name, kernel_linear_rows_##name, kernel_linear_tiles_##name, kernel_embed_##name}; \
         return &info;                                                                                       \
     }
         FERRUM_FORMATS(FERRUM_FORMAT_CASE)
@@ -52,24 +52,31 @@ Launch rms_norm_launch(uint32_t x_format, uint32_t weight_format, Operand x, Ope
     launch.bind(FERRUM_RMS_NORM_X, x.resource, x.offset)
         .bind(FERRUM_RMS_NORM_WEIGHT, weight.resource, weight.offset)
         .bind(FERRUM_RMS_NORM_Y, y.resource, y.offset)
-        .with(ferrum_rms_norm_params{rows, width, output_stride, epsilon})
+        .with(FERRUM_RMS_NORM_PARAMS, ferrum_rms_norm_params{rows, width, output_stride, epsilon})
         .over(rows, 1, 8 * FERRUM_SIMD_WIDTH);
     return launch;
 }
 
 Launch linear_launch(const LinearOperands &linear, Operand x, uint32_t input_stride, Operand y, uint32_t output_stride,
-                     bool output_f32, uint32_t rows, bool barrier) {
+                     bool output_f32, uint32_t rows, bool barrier, bool exact) {
     const FormatInfo *info = weight_format(linear.format);
+    const bool tiles = rows > FERRUM_FEW_ROWS && !exact;
     uint32_t constants = (output_f32 ? FERRUM_CONSTANT_OUTPUT_F32 : 0) | (linear.has_bias ? FERRUM_CONSTANT_BIAS : 0) |
                          (linear.has_bias && linear.bias_f32 ? FERRUM_CONSTANT_BIAS_F32 : 0);
-    Launch launch(info->linear, constants, barrier);
+    Launch launch(rows == 1 ? info->linear_vector : tiles ? info->linear_tiles : info->linear_rows, constants, barrier);
     launch.bind(FERRUM_LINEAR_X, x.resource, x.offset)
         .bind(FERRUM_LINEAR_WEIGHT, linear.weight.resource, linear.weight.offset);
     if (linear.has_bias) launch.bind(FERRUM_LINEAR_BIAS, linear.bias.resource, linear.bias.offset);
     launch.bind(FERRUM_LINEAR_Y, y.resource, y.offset)
-        .with(ferrum_linear_params{uint64_t(linear.in_features / info->block_elements) * info->block_bytes, rows,
-                                   linear.in_features, linear.out_features, input_stride, output_stride, 0})
-        .over(div_up(linear.out_features, 16), rows, FERRUM_SIMD_WIDTH);
+        .with(FERRUM_LINEAR_PARAMS,
+              ferrum_linear_params{uint64_t(linear.in_features / info->block_elements) * info->block_bytes, rows,
+                                   linear.in_features, linear.out_features, input_stride, output_stride, 0});
+    if (tiles)
+        launch.over(div_up(linear.out_features, FERRUM_LINEAR_TILE_OUTPUTS), div_up(rows, FERRUM_LINEAR_TILE_ROWS),
+                    FERRUM_SIMD_WIDTH, 4);
+    else
+        launch.over(div_up(linear.out_features, FERRUM_LINEAR_VECTOR_OUTPUTS), div_up(rows, FERRUM_FEW_ROWS),
+                    FERRUM_SIMD_WIDTH, 2);
     return launch;
 }
 
@@ -79,7 +86,7 @@ Launch residual_add_launch(uint32_t x_format, Operand x, Operand branch, uint32_
     launch.bind(FERRUM_RESIDUAL_ADD_X, x.resource, x.offset)
         .bind(FERRUM_RESIDUAL_ADD_BRANCH, branch.resource, branch.offset)
         .bind(FERRUM_RESIDUAL_ADD_Y, y.resource, y.offset)
-        .with(ferrum_residual_add_params{rows, width, branch_stride, 0})
+        .with(FERRUM_RESIDUAL_ADD_PARAMS, ferrum_residual_add_params{rows, width, branch_stride, 0})
         .over(div_up(width, 256), rows, 256);
     return launch;
 }
@@ -94,7 +101,7 @@ void add_page_copies(Submission &work, const KVLayout &layout, const std::vector
         addresses[2 * i + 1] = copies[i].target;
         Launch launch(kernel_kv_copy_f16, 0, i == 0);
         launch.bind(FERRUM_KV_COPY_PAGES, resource, i * 16)
-            .with(ferrum_kv_params{0, copies[i].tokens, layout.key_value_heads, layout.head_dim, layout.tokens_per_page,
+            .with(FERRUM_KV_COPY_PARAMS, ferrum_kv_params{0, copies[i].tokens, layout.key_value_heads, layout.head_dim, layout.tokens_per_page,
                                    0})
             .over(layout.key_value_heads, 1, 8 * FERRUM_SIMD_WIDTH);
         work.launches.push_back(launch);

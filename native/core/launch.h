@@ -12,7 +12,9 @@ struct FormatInfo {
     const char *name;
     uint32_t block_elements;
     uint32_t block_bytes;
-    Kernel linear;
+    Kernel linear_vector;
+    Kernel linear_rows;
+    Kernel linear_tiles;
     Kernel embed;
 };
 // NULL for a format that is not a weight's.
@@ -34,14 +36,15 @@ struct Launch : ferrum_launch {
         return *this;
     }
     template <class Params>
-    Launch &with(const Params &value) {
+    Launch &with(uint32_t slot, const Params &value) {
         static_assert(sizeof(Params) <= FERRUM_MAX_PARAMS && sizeof(Params) % 8 == 0);
         memcpy(params, &value, sizeof(value));
+        params_slot = slot;
         params_bytes = sizeof(value);
         return *this;
     }
-    Launch &over(uint32_t x, uint32_t y, uint32_t threads_x, uint32_t threads_y = 1) {
-        grid[0] = x, grid[1] = y, grid[2] = 1;
+    Launch &over(uint32_t x, uint32_t y, uint32_t threads_x, uint32_t threads_y = 1, uint32_t z = 1) {
+        grid[0] = x, grid[1] = y, grid[2] = z;
         threads[0] = threads_x, threads[1] = threads_y, threads[2] = 1;
         return *this;
     }
@@ -66,8 +69,9 @@ struct LinearOperands {
     bool bias_f32;
     Operand bias;
 };
+// One of the three shapes by the number of rows; `exact` keeps every row's order of sums.
 Launch linear_launch(const LinearOperands &linear, Operand x, uint32_t input_stride, Operand y, uint32_t output_stride,
-                     bool output_f32, uint32_t rows, bool barrier);
+                     bool output_f32, uint32_t rows, bool barrier, bool exact);
 
 Launch residual_add_launch(uint32_t x_format, Operand x, Operand branch, uint32_t branch_stride, Operand y,
                            uint32_t rows, uint32_t width);

@@ -117,7 +117,7 @@ int32_t ferrum_linear(ferrum_device *device, const ferrum_tensor *x, const ferru
         Ref<Buffer> y = op.output(in.shape[0], w.shape[0], f32 ? 4 : 2);
         const auto rows = uint32_t(in.shape[0]);
         op.submit(linear_launch(linear, op.bind(in), linear.in_features, op.bind(y.get()), linear.out_features, f32,
-                                rows, true),
+                                rows, true, op.device()->traits().exact),
                   uint64_t(rows) * linear.out_features);
         give(std::move(y), required(out_y, "out_y"));
     });
@@ -141,7 +141,7 @@ int32_t ferrum_embed(ferrum_device *device, const ferrum_tensor *tokens, const f
         launch.bind(FERRUM_EMBED_TOKENS, op.bind(t).resource)
             .bind(FERRUM_EMBED_WEIGHT, op.bind(w).resource)
             .bind(FERRUM_EMBED_Y, op.bind(y.get()).resource)
-            .with(ferrum_embed_params{uint64_t(width / info->block_elements) * info->block_bytes, rows, width})
+            .with(FERRUM_EMBED_PARAMS, ferrum_embed_params{uint64_t(width / info->block_elements) * info->block_bytes, rows, width})
             .over(rows, 1, 8 * FERRUM_SIMD_WIDTH);
         op.submit(launch, uint64_t(rows) * width);
         give(std::move(y), required(out_y, "out_y"));
@@ -161,7 +161,7 @@ int32_t ferrum_swiglu(ferrum_device *device, const ferrum_tensor *gate, const fe
         launch.bind(FERRUM_SWIGLU_GATE, op.bind(g).resource)
             .bind(FERRUM_SWIGLU_UP, op.bind(u).resource)
             .bind(FERRUM_SWIGLU_Y, op.bind(y.get()).resource)
-            .with(ferrum_swiglu_params{elements})
+            .with(FERRUM_SWIGLU_PARAMS, ferrum_swiglu_params{elements})
             .over(div_up(elements, 256), 1, 256);
         op.submit(launch, elements);
         give(std::move(y), required(out_y, "out_y"));
@@ -197,7 +197,7 @@ int32_t ferrum_cross_entropy(ferrum_device *device, const ferrum_tensor *logits,
         launch.bind(FERRUM_CROSS_ENTROPY_LOGITS, op.bind(l).resource)
             .bind(FERRUM_CROSS_ENTROPY_TARGETS, op.bind(t).resource)
             .bind(FERRUM_CROSS_ENTROPY_LOSS, op.bind(loss.get()).resource)
-            .with(ferrum_rows_params{rows, width, 0, 0})
+            .with(FERRUM_CROSS_ENTROPY_PARAMS, ferrum_rows_params{rows, width, 0, 0})
             .over(rows, 1, 8 * FERRUM_SIMD_WIDTH);
         op.submit(launch, rows);
         give(std::move(loss), required(out_loss, "out_loss"));
@@ -214,7 +214,7 @@ int32_t ferrum_argmax(ferrum_device *device, const ferrum_tensor *x, ferrum_buff
         Launch launch(kernel_argmax_f32);
         launch.bind(FERRUM_TOP_K_X, op.bind(in).resource)
             .bind(FERRUM_TOP_K_INDICES, op.bind(indices.get()).resource)
-            .with(ferrum_rows_params{rows, width, 1, 0})
+            .with(FERRUM_TOP_K_PARAMS, ferrum_rows_params{rows, width, 1, 0})
             .over(rows, 1, 8 * FERRUM_SIMD_WIDTH);
         op.submit(launch, rows);
         give(std::move(indices), required(out_indices, "out_indices"));
@@ -235,7 +235,7 @@ int32_t ferrum_top_k(ferrum_device *device, const ferrum_tensor *x, uint32_t k, 
         launch.bind(FERRUM_TOP_K_X, op.bind(in).resource)
             .bind(FERRUM_TOP_K_INDICES, op.bind(indices.get()).resource)
             .bind(FERRUM_TOP_K_VALUES, op.bind(values.get()).resource)
-            .with(ferrum_rows_params{rows, width, k, 0})
+            .with(FERRUM_TOP_K_PARAMS, ferrum_rows_params{rows, width, k, 0})
             .over(rows, 1, 8 * FERRUM_SIMD_WIDTH);
         op.submit(launch, rows);
         required(out_values, "out_values");

@@ -2,11 +2,11 @@
 //
 // Order of every sum, which makes a row's bits depend on its own query and on absolute key positions alone:
 //   score      over dims, in order, one key a lane
-//   span       (ferrum_kv_span_end) largest score; sum of exponentials in 16 lanes by position in the span;
+//   span       (span_tokens of the params) largest score; sum of exponentials in 16 lanes by position in the span;
 //              weighted values over keys, in order
 //   context    spans combined in order by online softmax
-// Work is split over key heads, blocks of query tokens and, for few tokens over a long context, spans; a split only
-// decides who computes a span, never what is in it.
+// Work is split over key heads, blocks of query tokens and, where the plan says so, spans; a split only decides who
+// computes a span, never what is in it.
 #include "../include/ferrum_kv_layout.h"
 #include "kernels.h"
 #include "simd.h"
@@ -71,17 +71,18 @@ void write_key(half *page, const Params &p, uint32_t head, uint32_t slot, const 
 
 // One thread's working memory for the rows of a block: row = token of the block * group + query head of the group.
 struct Workspace {
+    uint32_t score_stride;
     float *query;                                  // [rows][padded_dim], scaled
-    float *scores;                                 // [rows][kScoreStride]
+    float *scores;                                 // [rows][score_stride]
     float *acc;                                    // [rows][padded_dim]: running weighted values
     float *part;                                   // [rows][padded_dim]: the span's
     float *most, *total, *span_most, *span_total;  // [rows]
     float *keys;                                   // [head_dim][16]
     float *values;                                 // [16][padded_dim]
 };
-constexpr uint32_t kScoreStride = FERRUM_SPAN_TOKENS + 16;  // a tile may start anywhere in a span
 
-Workspace workspace(uint8_t *memory, uint32_t rows, uint32_t padded_dim) {
+Workspace workspace(uint8_t *memory, const AttentionTemp &temp) {
+    const uint32_t rows = temp.group * temp.block_tokens, padded_dim = temp.padded_dim;
     float *at = (float *)memory;
     auto take = [&](uint64_t count) {
         float *taken = at;
@@ -90,10 +91,11 @@ Workspace workspace(uint8_t *memory, uint32_t rows, uint32_t padded_dim) {
     };
     const uint64_t wide = (uint64_t)rows * padded_dim;
     Workspace w;
+    w.score_stride = temp.score_stride;
     w.query = take(wide);
     w.acc = take(wide);
     w.part = take(wide);
-    w.scores = take((uint64_t)rows * kScoreStride);
+    w.scores = take((uint64_t)rows * temp.score_stride);
     w.keys = take(16 * padded_dim);
     w.values = take(16 * padded_dim);
     w.most = take(rows);
@@ -115,6 +117,8 @@ struct Block {
     uint32_t kv_head, first_token, tokens;
 
     uint32_t rows() const { return tokens * temp.group; }
+    // Whether any row sees a key of the span.
+    bool sees(Range span) const { return visible(0, span).begin < visible(tokens - 1, span).end; }
     uint32_t position(uint32_t token) const { return p.position_start + first_token + token; }
     // Keys in [begin, end) that query token `token` of the block sees.
     Range visible(uint32_t token, Range span) const {
@@ -140,7 +144,7 @@ FERRUM_ALWAYS_INLINE void score_rows(const Workspace &w, const Params &p, uint32
             const f32x16 e = exp(acc[r] * splat(2.0f / p.softcap));
             acc[r] = splat(p.softcap) * (splat(1.0f) - splat(2.0f) / (e + splat(1.0f)));
         }
-        store(w.scores + (row + r) * kScoreStride + at, acc[r]);
+        store(w.scores + (row + r) * w.score_stride + at, acc[r]);
     }
 }
 
@@ -160,7 +164,7 @@ FERRUM_ALWAYS_INLINE void weigh_values(const Workspace &w, uint32_t padded_dim, 
                 FERRUM_UNROLL for (int v = 0; v < kVectors; v++) value[v] =
                     load(w.values + j * padded_dim + d + v * kLanes);
                 FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
-                    const f32x16 weight = splat(w.scores[(row + r) * kScoreStride + score_at + j]);
+                    const f32x16 weight = splat(w.scores[(row + r) * w.score_stride + score_at + j]);
                     FERRUM_UNROLL for (int v = 0; v < kVectors; v++) acc[r][v] = fma(weight, value[v], acc[r][v]);
                 }
             }
@@ -222,7 +226,7 @@ void attend_span(const Block &block, Range span) {
         const Range keys = block.visible(row / group, span);
         w.span_total[row] = 0;
         if (keys.begin >= keys.end) continue;
-        float *scores = w.scores + row * kScoreStride;
+        float *scores = w.scores + row * w.score_stride;
         const uint32_t from = keys.begin - span.begin, to = keys.end - span.begin;
         const uint32_t start = from / kLanes * kLanes, stop = (uint32_t)align_up(to, kLanes);
         for (uint32_t i = start; i < from; i++) scores[i] = -__builtin_inff();
@@ -278,12 +282,12 @@ void combine(float &most, float &total, float *acc, float span_most, float span_
 }
 
 // context = acc / total, times the sigmoid of the gate.
-void finish_row(const Call &call, uint32_t token, uint32_t query_head, const float *acc, float total) {
+void finish_row(const Call &call, uint32_t gate_slot, uint32_t context_slot, uint32_t token, uint32_t query_head,
+                const float *acc, float total) {
     const auto &p = call.params<Params>();
-    const half *gate = call.at<const half>(FERRUM_ATTENTION_QUERY_RAW) + (uint64_t)token * p.query_raw_stride +
+    const half *gate = call.at<const half>(gate_slot) + (uint64_t)token * p.query_raw_stride +
                        (uint64_t)query_head * p.query_head_stride + p.head_dim;
-    half *out =
-        call.at<half>(FERRUM_ATTENTION_CONTEXT) + (uint64_t)token * p.query_stride + (uint64_t)query_head * p.head_dim;
+    half *out = call.at<half>(context_slot) + (uint64_t)token * p.query_stride + (uint64_t)query_head * p.head_dim;
     for (uint32_t d = 0; d < p.head_dim; d += kLanes) {
         f32x16 value = load(acc + d) / splat(total);
         if (call.constant(FERRUM_CONSTANT_OUTPUT_GATE)) value = value * sigmoid(load_up_to(gate + d, p.head_dim - d));
@@ -291,15 +295,16 @@ void finish_row(const Call &call, uint32_t token, uint32_t query_head, const flo
     }
 }
 
-Block make_block(const Call &call, const Worker &worker, const AttentionTemp &temp, uint32_t kv_head, uint32_t index) {
+Block make_block(const Call &call, const Worker &worker, const AttentionTemp &temp, uint32_t pages_slot, uint32_t kv_head,
+                 uint32_t index) {
+    static_assert(int(FERRUM_SPLIT_QUERY) == int(FERRUM_ATTENTION_QUERY));
     const auto &p = call.params<Params>();
     const uint32_t first = index * temp.block_tokens;
     const uint32_t tokens = p.tokens - first < temp.block_tokens ? p.tokens - first : temp.block_tokens;
     Block block{p,
                 temp,
-                call.at<const uint64_t>(FERRUM_ATTENTION_PAGES),
-                workspace(call.temp + temp.workspace + worker.index() * temp.workspace_bytes,
-                          temp.group * temp.block_tokens, temp.padded_dim),
+                call.at<const uint64_t>(pages_slot),
+                workspace(call.temp + worker.index() * temp.thread_bytes, temp),
                 kv_head,
                 first,
                 tokens};
@@ -313,17 +318,39 @@ Block make_block(const Call &call, const Worker &worker, const AttentionTemp &te
     return block;
 }
 
-Range whole(const Block &block) {
-    return {block.visible(0, {0, UINT32_MAX}).begin, block.position(block.tokens - 1) + 1};
+// Span `index` of those that the call visits.
+Range span_at(const Params &p, uint32_t index) {
+    const uint32_t begin = (p.first_span + index) * p.span_tokens;
+    return {begin, begin + p.span_tokens};
 }
 
-// The part of [at, end) in the span of `at`, and where that span begins: positions in it count from there.
-Range span_of(const Params &p, uint32_t at) {
-    const uint32_t end = (uint32_t)ferrum_kv_span_end(p.tokens_per_page, at);
-    const uint32_t page = at / p.tokens_per_page * p.tokens_per_page;
-    if (p.tokens_per_page <= FERRUM_SPAN_TOKENS)
-        return {end - p.tokens_per_page * (FERRUM_SPAN_TOKENS / p.tokens_per_page), end};
-    return {page + (at - page) / FERRUM_SPAN_TOKENS * FERRUM_SPAN_TOKENS, end};
+// decode and tiles: each block goes through its spans in order.
+void attend(const Call &call, Worker &worker) {
+    const auto &p = call.params<Params>();
+    const AttentionTemp temp = attention_temp(p);
+    const uint32_t padded = temp.padded_dim;
+    worker.for_each((uint64_t)temp.blocks * p.key_value_heads, 1, [&](uint64_t item) {
+        // The longest contexts first, so that no thread is left with one at the end.
+        const uint32_t index = temp.blocks - 1 - (uint32_t)(item / p.key_value_heads);
+        const Block block = make_block(call, worker, temp, FERRUM_ATTENTION_PAGES, (uint32_t)(item % p.key_value_heads), index);
+        const Workspace &w = block.w;
+        memset(w.total, 0, block.rows() * sizeof(float));
+        for (uint32_t span = 0; span < p.spans; span++) {
+            if (!block.sees(span_at(p, span))) continue;
+            attend_span(block, span_at(p, span));
+            for (uint32_t row = 0; row < block.rows(); row++)
+                combine(w.most[row], w.total[row], w.acc + row * padded, w.span_most[row], w.span_total[row],
+                        w.part + row * padded, padded);
+        }
+        for (uint32_t row = 0; row < block.rows(); row++)
+            finish_row(call, FERRUM_ATTENTION_QUERY_RAW, FERRUM_ATTENTION_CONTEXT, block.first_token + row / temp.group,
+                       block.kv_head * temp.group + row % temp.group, w.acc + row * padded, w.total[row]);
+    });
+}
+
+float *partial_of(const Call &call, uint32_t slot, uint64_t token, uint32_t query_head, uint32_t span) {
+    const auto &p = call.params<Params>();
+    return call.at<float>(slot) + ((token * p.query_heads + query_head) * p.spans + span) * p.partial_stride;
 }
 
 }  // namespace
@@ -361,65 +388,40 @@ void causal_attention_prepare_f16(const Call &call, Worker &worker) {
     });
 }
 
-void causal_attention_f16(const Call &call, Worker &worker) {
+void causal_attention_decode_f16(const Call &call, Worker &worker) { attend(call, worker); }
+void causal_attention_tiles_f16(const Call &call, Worker &worker) { attend(call, worker); }
+
+void causal_attention_split_f16(const Call &call, Worker &worker) {
     const auto &p = call.params<Params>();
-    const AttentionTemp temp = attention_temp(p, call.threads);
+    const AttentionTemp temp = attention_temp(p);
     const uint32_t padded = temp.padded_dim;
-    if (!temp.split) {
-        worker.for_each((uint64_t)temp.blocks * p.key_value_heads, 1, [&](uint64_t item) {
-            // The longest contexts first, so that no thread is left with one at the end.
-            const uint32_t index = temp.blocks - 1 - (uint32_t)(item / p.key_value_heads);
-            const Block block = make_block(call, worker, temp, (uint32_t)(item % p.key_value_heads), index);
-            const Workspace &w = block.w;
-            memset(w.total, 0, block.rows() * sizeof(float));
-            const Range all = whole(block);
-            for (uint32_t at = all.begin; at < all.end;) {
-                const Range span = span_of(p, at);
-                attend_span(block, span);
-                for (uint32_t row = 0; row < block.rows(); row++)
-                    combine(w.most[row], w.total[row], w.acc + row * padded, w.span_most[row], w.span_total[row],
-                            w.part + row * padded, padded);
-                at = span.end;
-            }
-            for (uint32_t row = 0; row < block.rows(); row++)
-                finish_row(call, block.first_token + row / temp.group, block.kv_head * temp.group + row % temp.group,
-                           w.acc + row * padded, w.total[row]);
-        });
-        return;
-    }
-    // A partial is [padded values, largest score, sum, 14 unused floats], kept per query token, head and span.
-    float *partials = (float *)(call.temp + temp.partials);
-    const uint64_t size = padded + 16;
-    const uint32_t first = p.window && p.position_start + 1 > p.window ? p.position_start + 1 - p.window : 0;
-    auto partial = [&](uint32_t token, uint32_t query_head, uint32_t span) {
-        return partials + (((uint64_t)token * p.query_heads + query_head) * temp.spans + span) * size;
-    };
-    worker.for_each((uint64_t)temp.blocks * p.key_value_heads * temp.spans, 1, [&](uint64_t item) {
-        const uint32_t index = (uint32_t)(item % temp.spans), pair = (uint32_t)(item / temp.spans);
-        const Block block = make_block(call, worker, temp, pair % p.key_value_heads, pair / p.key_value_heads);
-        uint32_t at = first;
-        for (uint32_t i = 0; i < index; i++) at = span_of(p, at).end;
-        const Range span = span_of(p, at);
-        const bool seen = block.visible(0, span).begin < block.visible(block.tokens - 1, span).end;
-        if (seen) attend_span(block, span);
+    worker.for_each((uint64_t)temp.blocks * p.key_value_heads * p.spans, 1, [&](uint64_t item) {
+        const uint32_t span = (uint32_t)(item % p.spans), pair = (uint32_t)(item / p.spans);
+        const Block block = make_block(call, worker, temp, FERRUM_SPLIT_PAGES, pair % p.key_value_heads, pair / p.key_value_heads);
+        const bool seen = block.sees(span_at(p, span));
+        if (seen) attend_span(block, span_at(p, span));
         for (uint32_t row = 0; row < block.rows(); row++) {
-            float *out =
-                partial(block.first_token + row / temp.group, block.kv_head * temp.group + row % temp.group, index);
+            float *out = partial_of(call, FERRUM_SPLIT_PARTIALS, block.first_token + row / temp.group,
+                                    block.kv_head * temp.group + row % temp.group, span);
             out[padded + 1] = seen ? block.w.span_total[row] : 0;
             if (out[padded + 1] == 0) continue;
             out[padded] = block.w.span_most[row];
             memcpy(out, block.w.part + row * padded, padded * sizeof(float));
         }
     });
-    worker.barrier();
+}
+
+void causal_attention_combine_f16(const Call &call, Worker &worker) {
+    const auto &p = call.params<Params>();
+    const uint32_t padded = attention_temp(p).padded_dim;
     worker.for_each((uint64_t)p.tokens * p.query_heads, 1, [&](uint64_t item) {
         const uint32_t token = (uint32_t)(item / p.query_heads), head = (uint32_t)(item % p.query_heads);
         float acc[FERRUM_MAX_HEAD_DIM], most = 0, total = 0;
-        for (uint32_t span = 0; span < temp.spans; span++) {
-            const float *part = partial(token, head, span);
+        for (uint32_t span = 0; span < p.spans; span++) {
+            const float *part = partial_of(call, FERRUM_COMBINE_PARTIALS, token, head, span);
             combine(most, total, acc, part[padded], part[padded + 1], part, padded);
         }
-        finish_row(call, token, head, acc, total);
+        finish_row(call, FERRUM_COMBINE_QUERY_RAW, FERRUM_COMBINE_CONTEXT, token, head, acc, total);
     });
 }
 

@@ -209,6 +209,8 @@ class CpuDevice : public Device {
         return Ref<WrappedBuffer>::adopt(new WrappedBuffer(this, data, bytes));
     }
     std::unique_ptr<Slab> allocate_slab(uint64_t bytes) override { return std::make_unique<MappedSlab>(bytes); }
+    // Every kernel here is exact; spans of 256 tokens give several threads something to do in a short context.
+    Traits traits() const override { return {256, false}; }
     void wait() override {}  // submit returns when the work is done
     ferrum_device_summary describe() const override {
         return {"cpu", set_.name, pool_->threads(), 0, machine_memory_bytes()};

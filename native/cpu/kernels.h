@@ -72,24 +72,16 @@ struct LinearTemp {
 LinearTemp linear_temp(const ferrum_launch &launch, unsigned threads);
 bool is_linear(uint32_t kernel);
 
+// Working memory of attention: per thread, for the query rows of a block.
 struct AttentionTemp {
     uint32_t group;         // query heads of a key head
     uint32_t block_tokens;  // query tokens that one work item takes
     uint32_t blocks;
-    uint32_t spans;
-    uint32_t padded_dim;  // head_dim rounded up to whole vectors
-    bool split;           // spans are work items of their own, combined in a second pass
-    uint64_t partials;    // offsets
-    uint64_t workspace;
-    uint64_t workspace_bytes;  // per thread
-    uint64_t bytes;
+    uint32_t padded_dim;    // head_dim rounded up to whole vectors
+    uint32_t score_stride;  // floats between the rows of scores: a span, and what the last tile may write past it
+    uint64_t thread_bytes;
 };
-// Bytes of one thread's workspace for `rows` query rows: queries, scores, running and span sums, a tile of keys and one
-// of values.
-static inline uint64_t attention_workspace(uint64_t rows, uint64_t padded_dim) {
-    return align_up(4 * (rows * (3 * padded_dim + FERRUM_SPAN_TOKENS + 16 + 4) + 2 * 16 * padded_dim), 64);
-}
-AttentionTemp attention_temp(const ferrum_causal_attention_params &params, unsigned threads);
+AttentionTemp attention_temp(const ferrum_causal_attention_params &params);
 
 uint64_t temp_bytes(const ferrum_launch &launch, unsigned threads);
 

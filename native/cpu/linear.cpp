@@ -295,38 +295,21 @@ void linear_dense(const Call &call, Worker &worker) {
 
 }  // namespace
 
-void linear_f32(const Call &call, Worker &worker) {
-    linear_dense<f32>(call, worker);
-}
-void linear_f16(const Call &call, Worker &worker) {
-    linear_dense<f16>(call, worker);
-}
-void linear_bf16(const Call &call, Worker &worker) {
-    linear_dense<bf16>(call, worker);
-}
-void linear_q4_0(const Call &call, Worker &worker) {
-    linear_blocks<q4_0>(call, worker);
-}
-void linear_q4_1(const Call &call, Worker &worker) {
-    linear_blocks<q4_1>(call, worker);
-}
-void linear_q5_0(const Call &call, Worker &worker) {
-    linear_blocks<q5_0>(call, worker);
-}
-void linear_q5_1(const Call &call, Worker &worker) {
-    linear_blocks<q5_1>(call, worker);
-}
-void linear_q8_0(const Call &call, Worker &worker) {
-    linear_blocks<q8_0>(call, worker);
-}
-void linear_q4_k(const Call &call, Worker &worker) {
-    linear_blocks<q4_k>(call, worker);
-}
-void linear_q5_k(const Call &call, Worker &worker) {
-    linear_blocks<q5_k>(call, worker);
-}
-void linear_q6_k(const Call &call, Worker &worker) {
-    linear_blocks<q6_k>(call, worker);
-}
+// The shapes that a plan tells apart are one kernel here: it looks at the rows itself, and no bit depends on them.
+#define FERRUM_LINEAR(format, family)                                                                \
+    void linear_vector_##format(const Call &call, Worker &worker) { linear_##family<format>(call, worker); } \
+    void linear_rows_##format(const Call &call, Worker &worker) { linear_##family<format>(call, worker); }   \
+    void linear_tiles_##format(const Call &call, Worker &worker) { linear_##family<format>(call, worker); }
+FERRUM_LINEAR(f32, dense)
+FERRUM_LINEAR(f16, dense)
+FERRUM_LINEAR(bf16, dense)
+FERRUM_LINEAR(q4_0, blocks)
+FERRUM_LINEAR(q4_1, blocks)
+FERRUM_LINEAR(q5_0, blocks)
+FERRUM_LINEAR(q5_1, blocks)
+FERRUM_LINEAR(q8_0, blocks)
+FERRUM_LINEAR(q4_k, blocks)
+FERRUM_LINEAR(q5_k, blocks)
+FERRUM_LINEAR(q6_k, blocks)
 
 }  // namespace ferrum::cpu::FERRUM_CPU_ISA

@@ -28,7 +28,7 @@ extern "C" {
 #endif
 
 /* Changes whenever a declaration below does. A binding refuses a library with another number. */
-enum { FERRUM_ABI_VERSION = 1 };
+enum { FERRUM_ABI_VERSION = 2 };
 
 /* Status codes. */
 enum {
@@ -52,10 +52,11 @@ enum {
     FERRUM_ROLE_WEIGHT = 2,     /* index: field of ferrum_attention_weights, in order */
     FERRUM_ROLE_SCRATCH = 3,    /* one block of ferrum_plan_summary.scratch_bytes */
     FERRUM_ROLE_PAGE_TABLE = 4, /* one block of page_table_bytes: device addresses of pages, u64 each */
-    FERRUM_ROLE_ROPE = 5        /* the attention op's rotary table */
+    FERRUM_ROLE_ROPE = 5,       /* the attention op's rotary table */
+    FERRUM_ROLE_PARTIALS = 6    /* one block of partials_bytes */
 };
 
-enum { FERRUM_MAX_BINDINGS = 8, FERRUM_MAX_PARAMS = 72, FERRUM_MAX_RANK = 4 };
+enum { FERRUM_MAX_BINDINGS = 8, FERRUM_MAX_PARAMS = 80, FERRUM_MAX_RANK = 4 };
 
 typedef struct ferrum_device ferrum_device;       /* a device, its kernels and its arena of pages */
 typedef struct ferrum_buffer ferrum_buffer;       /* bytes on a device */
@@ -112,6 +113,8 @@ int32_t ferrum_format_at(uint32_t index, ferrum_format_info *out_info);
 typedef struct ferrum_device_options {
     uint64_t arena_limit_bytes;  /* 0: half of the machine's memory. Rounded down to whole pages */
     uint32_t threads;            /* CPU threads, the caller's included; 0: one per available core */
+    uint32_t exact;              /* 1: every row takes the same order of sums however many come with it, on every device;
+                                    0: prefill may use faster tiles (the CPU device is exact either way) */
     uint32_t poison;             /* 1: fill pages and buffers with NaN when they are freed (debugging) */
     const char *instruction_set; /* CPU: "avx512", "avx2", "portable"; NULL or "": the best one here */
 } ferrum_device_options;
@@ -262,6 +265,7 @@ typedef struct ferrum_plan_summary {
     uint64_t scratch_bytes;
     uint64_t scratch_bytes_per_token;
     uint64_t scratch_regions[7]; /* offsets: normalized, query_raw, key_raw, value_raw, query, context, projected */
+    uint64_t partials_bytes; /* of attention split over a long context; 0 where none is */
     uint64_t page_table_bytes;
     uint64_t pages;         /* of all participants after the call, before sharing */
     uint64_t maximum_pages; /* of one state at maximum_context_tokens */
@@ -289,10 +293,10 @@ typedef struct ferrum_launch {
     uint32_t threads[3]; /* of a threadgroup */
     uint32_t threadgroup_bytes;
     uint32_t binding_count;
+    uint32_t params_slot; /* the kernel's buffer index of its params */
     uint32_t params_bytes;
-    uint32_t pad;
     ferrum_binding bindings[8]; /* FERRUM_MAX_BINDINGS */
-    uint8_t params[72];         /* the kernel's params struct; FERRUM_MAX_PARAMS */
+    uint8_t params[80];         /* the kernel's params struct; FERRUM_MAX_PARAMS */
 } ferrum_launch;
 
 int32_t ferrum_attention_plan(ferrum_attention *attention, const ferrum_plan_request *request, ferrum_plan **out_plan);

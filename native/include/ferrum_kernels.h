@@ -22,11 +22,15 @@ enum {
     FERRUM_MAX_HEAD_DIM = 256,
     FERRUM_MAX_TOP_K = 1024,
     FERRUM_KEY_TILE = 16,          /* tokens whose keys are interleaved inside a page */
-    FERRUM_SPAN_TOKENS = 256,      /* softmax spans end at absolute positions about this far apart */
     FERRUM_ROPE_LOW = 256,         /* rows of the low half of a rotary table */
     FERRUM_SCRATCH_ALIGNMENT = 16, /* bytes; every row of scratch starts on it */
     FERRUM_SIMD_WIDTH = 32,
-    FERRUM_MAX_ATTENTION_SIMDGROUPS = 16
+    FERRUM_FEW_ROWS = 16,             /* rows and tokens up to which the kernels for verification are planned */
+    FERRUM_ATTENTION_SIMDGROUPS = 8,  /* of a decode threadgroup; fixed, since it is part of the order of a sum */
+    FERRUM_ATTENTION_TILE_TOKENS = 32, /* query tokens of a prefill threadgroup, 8 a SIMD-group */
+    FERRUM_LINEAR_VECTOR_OUTPUTS = 8,  /* outputs of a threadgroup of two SIMD-groups */
+    FERRUM_LINEAR_TILE_ROWS = 32,
+    FERRUM_LINEAR_TILE_OUTPUTS = 64    /* of a threadgroup of four SIMD-groups */
 };
 
 /* Weight and array formats: X(NAME, name, id, elements per block, bytes per block). Ids are GGML's type numbers. */
@@ -46,26 +50,45 @@ enum {
 /* Formats of index arrays; they hold no weights. */
 enum { FERRUM_FORMAT_I32 = 26 };
 
-/* Every kernel a plan can name: X(name). Linear and embed come once per weight format. */
-#define FERRUM_KERNELS(X)                                                                                    \
-    X(rms_norm_f16)                                                                                          \
-    X(rms_norm_f32)                                                                                          \
-    X(causal_attention_prepare_f16)                                                                          \
-    X(causal_attention_f16)                                                                                  \
-    X(residual_add_f16)                                                                                      \
-    X(residual_add_f32)                                                                                      \
-    X(swiglu_f16)                                                                                            \
-    X(cross_entropy_f32)                                                                                     \
-    X(argmax_f32)                                                                                            \
-    X(top_k_f32)                                                                                             \
-    X(kv_append_f16)                                                                                         \
-    X(kv_gather_f16)                                                                                         \
-    X(kv_copy_f16)                                                                                           \
-    X(linear_f32)                                                                                            \
-    X(linear_f16)                                                                                            \
-    X(linear_bf16) X(linear_q4_0) X(linear_q4_1) X(linear_q5_0) X(linear_q5_1) X(linear_q8_0) X(linear_q4_k) \
-        X(linear_q5_k) X(linear_q6_k) X(embed_f32) X(embed_f16) X(embed_bf16) X(embed_q4_0) X(embed_q4_1)    \
-            X(embed_q5_0) X(embed_q5_1) X(embed_q8_0) X(embed_q4_k) X(embed_q5_k) X(embed_q6_k)
+/* Every kernel a plan can name: X(name). Linear and embed come once per weight format; linear in three shapes: one row
+ * (vector), up to FERRUM_FEW_ROWS rows a threadgroup (rows), and tiles of many. Attention: decode takes a query token
+ * through all its spans; split takes one span and leaves a partial result, combine puts those together; tiles takes many
+ * query tokens at once. */
+#define FERRUM_KERNELS(X) \
+    X(rms_norm_f16) \
+    X(rms_norm_f32) \
+    X(causal_attention_prepare_f16) \
+    X(causal_attention_decode_f16) \
+    X(causal_attention_split_f16) \
+    X(causal_attention_combine_f16) \
+    X(causal_attention_tiles_f16) \
+    X(residual_add_f16) \
+    X(residual_add_f32) \
+    X(swiglu_f16) \
+    X(cross_entropy_f32) \
+    X(argmax_f32) \
+    X(top_k_f32) \
+    X(kv_append_f16) \
+    X(kv_gather_f16) \
+    X(kv_copy_f16) \
+    FERRUM_FORMAT_KERNELS(X, linear_vector) \
+    FERRUM_FORMAT_KERNELS(X, linear_rows) \
+    FERRUM_FORMAT_KERNELS(X, linear_tiles) \
+    FERRUM_FORMAT_KERNELS(X, embed)
+
+/* One kernel per weight format, in the order of FERRUM_FORMATS. */
+#define FERRUM_FORMAT_KERNELS(X, family) \
+    X(family##_f32) \
+    X(family##_f16) \
+    X(family##_q4_0) \
+    X(family##_q4_1) \
+    X(family##_q5_0) \
+    X(family##_q5_1) \
+    X(family##_q8_0) \
+    X(family##_q4_k) \
+    X(family##_q5_k) \
+    X(family##_q6_k) \
+    X(family##_bf16)
 
 /* Function constants: booleans that specialise a kernel. Bit i is function constant i. */
 enum {
@@ -102,8 +125,12 @@ typedef struct ferrum_linear_params {
     uint32_t pad;
 } ferrum_linear_params;
 
-/* causal_attention_prepare_f16: per-head norms, rotary embedding, keys and values into the pages.
- * causal_attention_f16: softmax(q k^T) v over the pages, then the output gate. One params struct for both. */
+/* causal_attention_*: one params struct for all.
+ *   prepare   per-head norms and rotary embedding of queries and keys; keys and values into the pages
+ *   decode    context = softmax(scale * query keys^T) values, times sigmoid(gate)
+ *   split     the same over one span: a partial (values, largest score, sum of exponentials) per token, head and span
+ *   combine   partials to context
+ *   tiles     decode, for many query tokens at once */
 enum {
     FERRUM_PREPARE_QUERY_RAW,
     FERRUM_PREPARE_KEY_RAW,
@@ -115,6 +142,7 @@ enum {
     FERRUM_PREPARE_PAGES,
     FERRUM_PREPARE_PARAMS
 };
+/* decode, tiles */
 enum {
     FERRUM_ATTENTION_QUERY,
     FERRUM_ATTENTION_QUERY_RAW,
@@ -122,6 +150,8 @@ enum {
     FERRUM_ATTENTION_PAGES,
     FERRUM_ATTENTION_PARAMS
 };
+enum { FERRUM_SPLIT_QUERY, FERRUM_SPLIT_PAGES, FERRUM_SPLIT_PARTIALS, FERRUM_SPLIT_PARAMS };
+enum { FERRUM_COMBINE_PARTIALS, FERRUM_COMBINE_QUERY_RAW, FERRUM_COMBINE_CONTEXT, FERRUM_COMBINE_PARAMS };
 typedef struct ferrum_causal_attention_params {
     uint32_t position_start; /* absolute position of the first new token */
     uint32_t tokens;         /* new tokens of this participant */
@@ -135,12 +165,14 @@ typedef struct ferrum_causal_attention_params {
     uint32_t query_stride;      /* elements between tokens of query and of context */
     uint32_t tokens_per_page;
     uint32_t page_count;
-    uint32_t window;     /* keys a query sees, itself included; 0: all */
-    uint32_t simdgroups; /* SIMD-groups of a threadgroup of the attention kernel */
+    uint32_t window;         /* keys a query sees, itself included; 0: all */
+    uint32_t span_tokens;    /* span i is positions [i, i + 1) * span_tokens: whole pages */
+    uint32_t first_span;     /* the first one that the first token sees */
+    uint32_t spans;          /* from there to the last token */
+    uint32_t partial_stride; /* floats of a partial [token][query head][span]: values, largest score, sum */
     float epsilon;
     float scale;
     float softcap; /* 0: none */
-    uint32_t pad;
 } ferrum_causal_attention_params;
 
 /* residual_add_*: y = x + float(branch); branch is float16 and has its own row stride */

@@ -31,17 +31,14 @@ static inline uint32_t ferrum_kv_value(uint32_t tokens_per_page, uint32_t head_d
     return (tokens_per_page + token) * head_dim;
 }
 
-/* First absolute position after the softmax span that holds `position`. Spans are whole pages, about FERRUM_SPAN_TOKENS
- * long; a page longer than that is cut into spans of its own. So no key tile is ever cut by a span, and a boundary
- * depends on absolute position alone: how a context is split for parallelism never changes the order of a sum. */
-static inline uint64_t ferrum_kv_span_end(uint32_t tokens_per_page, uint64_t position) {
-    if (tokens_per_page <= FERRUM_SPAN_TOKENS) {
-        uint64_t span = (uint64_t)tokens_per_page * (FERRUM_SPAN_TOKENS / tokens_per_page);
-        return (position / span + 1) * span;
-    }
-    uint64_t page = position / tokens_per_page * tokens_per_page;
-    uint64_t end = page + ((position - page) / FERRUM_SPAN_TOKENS + 1) * FERRUM_SPAN_TOKENS;
-    return end < page + tokens_per_page ? end : page + tokens_per_page;
+/* Tokens of a softmax span on a device that wants about `wanted`: whole pages, at least one. So no key tile is ever cut
+ * by a span, and a boundary depends on absolute position alone: how a context is split for parallelism never changes the
+ * order of a sum. */
+static inline uint32_t ferrum_kv_span_tokens(uint32_t tokens_per_page, uint32_t wanted) {
+    return tokens_per_page < wanted ? wanted / tokens_per_page * tokens_per_page : tokens_per_page;
 }
+
+/* Floats of a partial: the values padded to whole vectors of 16, then largest score and sum, then padding. */
+static inline uint32_t ferrum_partial_stride(uint32_t head_dim) { return (head_dim + 15u) / 16u * 16u + 16u; }
 
 #endif
