@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from typing import Any
 
@@ -14,7 +15,7 @@ class Device:
     """An open device with its kernels and its arena of pages.
 
     Args:
-        name: "cpu".
+        name: "cpu" or "metal"; None takes `PYFERRUM_DEVICE`, else "metal" on macOS and "cpu" elsewhere.
         threads: CPU threads, the caller's included; None takes `PYFERRUM_NUM_THREADS`, else one per core.
         arena_bytes: bound on the memory of all states; None takes `PYFERRUM_ARENA_BYTES`, else half of the
             machine's. Memory is used as it is needed, not up front.
@@ -29,7 +30,7 @@ class Device:
 
     def __init__(
         self,
-        name: str = "cpu",
+        name: str | None = None,
         *,
         threads: int | None = None,
         arena_bytes: int | None = None,
@@ -38,7 +39,7 @@ class Device:
         poison: bool | None = None,
     ) -> None:
         self._handle: Any = _native.device_new(
-            name,
+            name or os.environ.get("PYFERRUM_DEVICE") or ("metal" if sys.platform == "darwin" else "cpu"),
             threads=_count("threads", threads, "PYFERRUM_NUM_THREADS"),
             exact=exact,
             arena_bytes=_count("arena_bytes", arena_bytes, "PYFERRUM_ARENA_BYTES"),

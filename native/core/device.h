@@ -173,5 +173,6 @@ uint64_t machine_memory_bytes();
 
 // Opens a device by name; each device's folder defines its own opener.
 Ref<Device> open_cpu_device(const ferrum_device_options &options);
+Ref<Device> open_metal_device(const ferrum_device_options &options);  // in libraries built with FERRUM_METAL
 
 }  // namespace ferrum

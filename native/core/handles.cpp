@@ -82,9 +82,18 @@ void ferrum_debug_counts(ferrum_counts *out_counts) {
 
 int32_t ferrum_device_new(const char *name, const ferrum_device_options *options, ferrum_device **out_device) {
     return guard([&] {
-        if (std::string(required(name, "name")) != "cpu")
-            fail(FERRUM_DEVICE_ERROR, "[device] name: this library was built with \"cpu\" only, got \"%s\"", name);
-        Ref<Device> device = open_cpu_device(options ? *options : ferrum_device_options{});
+        const std::string wanted = required(name, "name");
+        const ferrum_device_options chosen = options ? *options : ferrum_device_options{};
+        Ref<Device> device;
+        if (wanted == "cpu") device = open_cpu_device(chosen);
+#ifdef FERRUM_METAL
+        if (wanted == "metal") device = open_metal_device(chosen);
+        constexpr const char *known = "\"cpu\" and \"metal\"";
+#else
+        constexpr const char *known = "\"cpu\" only";
+#endif
+        if (!device)
+            fail(FERRUM_DEVICE_ERROR, "[device] name: this library was built with %s, got \"%s\"", known, name);
         *required(out_device, "out_device") = reinterpret_cast<ferrum_device *>(device.detach());
     });
 }

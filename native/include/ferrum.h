@@ -127,7 +127,7 @@ typedef struct ferrum_device_summary {
     uint64_t memory_bytes; /* of the machine */
 } ferrum_device_summary;
 
-/* Opens device `name` ("cpu"). `options` may be NULL. Errors: FERRUM_DEVICE_ERROR for a device that is not here. */
+/* Opens device `name`: "cpu", or "metal" where the library has it. `options` may be NULL. Errors: FERRUM_DEVICE_ERROR for a device that is not here. */
 int32_t ferrum_device_new(const char *name, const ferrum_device_options *options, ferrum_device **out_device);
 
 /* The device lives on until its last buffer, state and attention are gone. */
