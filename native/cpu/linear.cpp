@@ -72,6 +72,7 @@ void multiply_few(const Call &call, const Activations &x, uint32_t first, int co
     for (int o = 0; o < kOutputs; o++)  // outputs past the last one repeat it; their sums are dropped
         weights[o] =
             call.at<const uint8_t>(FERRUM_LINEAR_WEIGHT) + (first + (o < count ? o : count - 1)) * p.weight_row_bytes;
+    const uint64_t ahead = kOutputs * p.weight_row_bytes, block_bytes = p.weight_row_bytes / (blocks ? blocks : 1);
     f32x16 acc[kRows];
     for (int r = 0; r < kRows; r++) acc[r] = splat(0.0f);
     for (uint32_t b = 0; b < blocks; b++) {
@@ -82,6 +83,8 @@ void multiply_few(const Call &call, const Activations &x, uint32_t first, int co
         FERRUM_UNROLL for (int o = 0; o < kOutputs; o++) {
             Block w;
             F::decode(weights[o], b, w);
+            // Sixteen rows are sixteen short streams, which the hardware does not follow: fetch the next sixteen.
+            __builtin_prefetch(weights[o] + ahead + b * block_bytes);
             FERRUM_UNROLL for (int g = 0; g < kGroups; g++) {
                 const i32x16 q = kGroups == 1 ? w.q : half_of(w.q, g);
                 FERRUM_UNROLL for (int r = 0; r < kRows; r++) dots[r][g][o] =
@@ -206,7 +209,7 @@ void linear_blocks(const Call &call, Worker &worker) {
     const Panel panel{(int32_t *)own, (float *)(own + kPanelWidth * 32),
                       (float *)(own + kPanelWidth * 32 + kPanelWidth / 16 * 64),
                       (float *)(own + kPanelWidth * 32 + kPanelWidth / 16 * 64 + kPanelWidth / 32 * 64)};
-    worker.for_each((p.out_features + kOutputs - 1) / kOutputs, 1, [&](uint64_t item) {
+    worker.for_each((p.out_features + kOutputs - 1) / kOutputs, p.rows == 1 ? 4 : 1, [&](uint64_t item) {
         const uint32_t first = (uint32_t)item * kOutputs;
         const int count = p.out_features - first < kOutputs ? (int)(p.out_features - first) : kOutputs;
         switch (p.rows) {  // up to 8 a panel of decoded weights costs more than it saves
