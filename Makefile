@@ -15,7 +15,8 @@ PYTHON  ?= $(VENV)/bin/python
 
 # ---- Library
 
-CXXFLAGS := -std=c++17 -O3 -g1 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Wextra -Werror -Wno-psabi
+CXXFLAGS := -std=c++17 -O3 -g1 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Wextra -Werror -Wno-psabi \
+            -ffile-prefix-map=$(CURDIR)=.
 
 ifeq ($(UNAME),Darwin)
   LIBRARY := pyferrum/_libs/libferrum.dylib

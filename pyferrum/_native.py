@@ -31,7 +31,11 @@ except ImportError as error:
     ) from error
 
 Handle = Any
-"""A native object; releasing the last Python reference releases the native one."""
+"""A variable that owns a reference to a native object: `handle[0]` is the object's pointer.
+
+The variable, with its release, is there before the call that fills it: an interrupt that arrives as the call returns
+finds an owner already.
+"""
 
 
 def _load() -> Any:
@@ -68,10 +72,14 @@ def _check(status: int) -> None:
         raise _ERRORS[status](ffi.string(lib.ferrum_last_error()).decode())
 
 
-def _new(kind: str, release: Callable[[Any], None], status_of: Callable[[Any], int]) -> Handle:
-    out = ffi.new(f"{kind} **")
-    _check(status_of(out))
-    return ffi.gc(out[0], release)
+def _empty(noun: str) -> Handle:
+    return ffi.gc(ffi.new(f"ferrum_{noun} **"), getattr(lib, f"ferrum_{noun}_release"))
+
+
+def _new(noun: str, status_of: Callable[[Any], int]) -> Handle:
+    handle = _empty(noun)
+    _check(status_of(handle))
+    return handle
 
 
 def _fields(struct: Any) -> dict[str, Any]:
@@ -136,8 +144,7 @@ def device_new(name: str, *, threads: int, arena_bytes: int, exact: bool, instru
     text = ffi.new("char[]", instruction_set.encode())
     options = ffi.new("ferrum_device_options *", [arena_bytes, threads, int(exact), int(poison), text])
     return _new(
-        "ferrum_device",
-        lib.ferrum_device_release,
+        "device",
         lambda out: lib.ferrum_device_new(name.encode(), options, out),
     )
 
@@ -145,23 +152,22 @@ def device_new(name: str, *, threads: int, arena_bytes: int, exact: bool, instru
 def device_describe(device: Handle) -> dict[str, Any]:
     """Fields of ferrum_device_summary."""
     summary = ffi.new("ferrum_device_summary *")
-    _check(lib.ferrum_device_describe(device, summary))
+    _check(lib.ferrum_device_describe(device[0], summary))
     return _fields(summary[0])
 
 
 def arena_stats(device: Handle) -> dict[str, int]:
     """Fields of ferrum_arena_stats."""
     stats = ffi.new("ferrum_arena_stats *")
-    _check(lib.ferrum_device_arena_stats(device, stats))
+    _check(lib.ferrum_device_arena_stats(device[0], stats))
     return _fields(stats[0])
 
 
 def buffer_from(device: Handle, data: np.ndarray[Any, Any]) -> Handle:
     """A new buffer with a copy of the C-contiguous array's bytes."""
     handle = _new(
-        "ferrum_buffer",
-        lib.ferrum_buffer_release,
-        lambda out: lib.ferrum_buffer_new(device, data.nbytes, out),
+        "buffer",
+        lambda out: lib.ferrum_buffer_new(device[0], data.nbytes, out),
     )
     if data.nbytes:
         ffi.memmove(_contents(handle)[0], ffi.from_buffer(data.reshape(-1).view(np.uint8)), data.nbytes)
@@ -171,18 +177,20 @@ def buffer_from(device: Handle, data: np.ndarray[Any, Any]) -> Handle:
 def buffer_wrap(device: Handle, data: np.ndarray[Any, Any]) -> Handle:
     """A buffer over the array's own memory, which it keeps alive. Nobody may write to it afterwards."""
     view = ffi.from_buffer(data)
-    out = ffi.new("ferrum_buffer **")
-    _check(lib.ferrum_buffer_wrap(device, view, data.nbytes, out))
 
-    def release(pointer: Any, keep: Any = view) -> None:
-        lib.ferrum_buffer_release(pointer)
+    def release(handle: Any, keep: Any = view) -> None:
+        if handle[0]:
+            lib.ferrum_buffer_contents(handle[0], ffi.new("void **"), ffi.new("uint64_t *"))  # waits for its readers
+            lib.ferrum_buffer_release(handle)
 
-    return ffi.gc(out[0], release)
+    handle = ffi.gc(ffi.new("ferrum_buffer **"), release)
+    _check(lib.ferrum_buffer_wrap(device[0], view, data.nbytes, handle))
+    return handle
 
 
 def _contents(buffer: Handle) -> tuple[Any, int]:
     data, size = ffi.new("void **"), ffi.new("uint64_t *")
-    _check(lib.ferrum_buffer_contents(buffer, data, size))
+    _check(lib.ferrum_buffer_contents(buffer[0], data, size))
     return data[0], size[0]
 
 
@@ -193,9 +201,8 @@ def buffer_view(buffer: Handle) -> np.ndarray[Any, Any]:
     def keep(pointer: Any, owner: Any = buffer) -> None:
         """Holds `owner` until NumPy is done with the memory."""
 
-    view = np.frombuffer(ffi.buffer(ffi.gc(data, keep), size), dtype=np.uint8)
-    view.flags.writeable = False
-    return view
+    # A read-only memoryview, so that nobody can turn the array's write flag back on.
+    return np.frombuffer(memoryview(ffi.buffer(ffi.gc(data, keep), size)).toreadonly(), dtype=np.uint8)
 
 
 def buffer_wait(buffer: Handle) -> None:
@@ -206,7 +213,7 @@ def buffer_wait(buffer: Handle) -> None:
 def tensor(buffer: Handle, offset: int, shape: Sequence[int], number: int) -> Any:
     """A ferrum_tensor; keep `buffer` alive beside it."""
     padded = [*shape, *([0] * (4 - len(shape)))]
-    return ffi.new("ferrum_tensor *", [buffer, offset, padded, len(shape), number])
+    return ffi.new("ferrum_tensor *", [buffer[0], offset, padded, len(shape), number])
 
 
 NO_TENSOR = ffi.NULL
@@ -216,36 +223,36 @@ NO_TENSOR = ffi.NULL
 
 
 def _state(status_of: Callable[[Any], int]) -> Handle:
-    return _new("ferrum_state", lib.ferrum_state_release, status_of)
+    return _new("state", status_of)
 
 
 def state_new(device: Handle, key_value_heads: int, head_dim: int) -> Handle:
     """An empty state."""
-    return _state(lambda out: lib.ferrum_state_new(device, key_value_heads, head_dim, out))
+    return _state(lambda out: lib.ferrum_state_new(device[0], key_value_heads, head_dim, out))
 
 
 def state_describe(state: Handle) -> dict[str, int]:
     """Fields of ferrum_state_summary."""
     summary = ffi.new("ferrum_state_summary *")
-    _check(lib.ferrum_state_describe(state, summary))
+    _check(lib.ferrum_state_describe(state[0], summary))
     return _fields(summary[0])
 
 
 def state_truncate(state: Handle, length: int) -> Handle:
     """The state's first `length` tokens."""
-    return _state(lambda out: lib.ferrum_state_truncate(state, length, out))
+    return _state(lambda out: lib.ferrum_state_truncate(state[0], length, out))
 
 
 def state_append(state: Handle, keys: Any, values: Any) -> Handle:
     """The state with `keys` and `values` (tensors) behind it."""
-    return _state(lambda out: lib.ferrum_state_append(state, keys, values, out))
+    return _state(lambda out: lib.ferrum_state_append(state[0], keys, values, out))
 
 
 def state_read(state: Handle, start: int, tokens: int) -> tuple[Handle, Handle]:
     """Buffers of the keys and the values of a range of tokens."""
-    keys, values = ffi.new("ferrum_buffer **"), ffi.new("ferrum_buffer **")
-    _check(lib.ferrum_state_read(state, start, tokens, keys, values))
-    return ffi.gc(keys[0], lib.ferrum_buffer_release), ffi.gc(values[0], lib.ferrum_buffer_release)
+    keys, values = _empty("buffer"), _empty("buffer")
+    _check(lib.ferrum_state_read(state[0], start, tokens, keys, values))
+    return keys, values
 
 
 # ---- Attention
@@ -256,9 +263,8 @@ def attention_new(device: Handle, config: dict[str, Any], frequencies: np.ndarra
     native = ffi.new("ferrum_attention_config *", config)
     table = ffi.from_buffer("double[]", frequencies)
     return _new(
-        "ferrum_attention",
-        lib.ferrum_attention_release,
-        lambda out: lib.ferrum_attention_new(device, native, table, out),
+        "attention",
+        lambda out: lib.ferrum_attention_new(device[0], native, table, out),
     )
 
 
@@ -275,26 +281,22 @@ def causal_attention(
 ) -> tuple[list[Handle], list[Handle]]:
     """New states and output buffers of one call; `weights` maps fields to tensors."""
     native = ffi.new("ferrum_attention_weights *", {name: value[0] for name, value in weights.items()})
-    n = len(states)
-    outputs = 1 if packed else n
-    out_states, out_ys = ffi.new("ferrum_state *[]", n), ffi.new("ferrum_buffer *[]", outputs)
+    new_states = [_empty("state") for _ in states]
+    ys = [_empty("buffer") for _ in xs]
     _check(
         lib.ferrum_causal_attention(
-            attention,
+            attention[0],
             native,
             lib.FERRUM_FORM_PACKED if packed else lib.FERRUM_FORM_PARTICIPANT_LOOP,
-            n,
-            ffi.new("ferrum_state *[]", list(states)),
+            len(states),
+            ffi.new("ferrum_state *[]", [state[0] for state in states]),
             ffi.new("uint64_t[]", list(tokens)),
             ffi.new("ferrum_tensor[]", [x[0] for x in xs]),
-            out_states,
-            out_ys,
+            ffi.new("ferrum_state **[]", new_states),
+            ffi.new("ferrum_buffer **[]", ys),
         )
     )
-    return (
-        [ffi.gc(state, lib.ferrum_state_release) for state in out_states],
-        [ffi.gc(y, lib.ferrum_buffer_release) for y in out_ys],
-    )
+    return new_states, ys
 
 
 def attention_plan(
@@ -306,12 +308,12 @@ def attention_plan(
         "ferrum_plan_request *",
         {**request, "participants": len(starts), "starts": kept[0], "tokens": kept[1]},
     )
-    plan = _new("ferrum_plan", lib.ferrum_plan_release, lambda out: lib.ferrum_attention_plan(attention, native, out))
+    plan = _new("plan", lambda out: lib.ferrum_attention_plan(attention[0], native, out))
     summary, launch = ffi.new("ferrum_plan_summary *"), ffi.new("ferrum_launch *")
-    _check(lib.ferrum_plan_describe(plan, summary))
+    _check(lib.ferrum_plan_describe(plan[0], summary))
     launches, resources = [], []
     for index in range(summary.launches):
-        _check(lib.ferrum_plan_launch(plan, index, launch))
+        _check(lib.ferrum_plan_launch(plan[0], index, launch))
         entry = _fields(launch[0])
         entry["kernel"] = ffi.string(lib.ferrum_kernel_name(launch.kernel)).decode()
         entry["bindings"] = [(b.slot, b.resource, b.offset) for b in launch.bindings[0 : launch.binding_count]]
@@ -320,7 +322,7 @@ def attention_plan(
         launches.append(entry)
     resource = ffi.new("ferrum_resource *")
     for index in range(summary.resources):
-        _check(lib.ferrum_plan_resource(plan, index, resource))
+        _check(lib.ferrum_plan_resource(plan[0], index, resource))
         resources.append((resource.role, resource.index))
     return _fields(summary[0]), launches, resources
 
@@ -337,6 +339,6 @@ def _params_struct(kernel: str) -> str:
 
 def operation(name: str, device: Handle, *arguments: Any, outputs: int = 1) -> list[Handle]:
     """Call `ferrum_<name>(device, *arguments, out…)`; gives the output buffers."""
-    outs = [ffi.new("ferrum_buffer **") for _ in range(outputs)]
-    _check(getattr(lib, f"ferrum_{name}")(device, *arguments, *outs))
-    return [ffi.gc(out[0], lib.ferrum_buffer_release) for out in outs]
+    outs = [_empty("buffer") for _ in range(outputs)]
+    _check(getattr(lib, f"ferrum_{name}")(device[0], *arguments, *outs))
+    return outs

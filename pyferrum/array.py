@@ -174,6 +174,8 @@ def array(x: ArrayLike | Array, dtype: DTypeLike | None = None, *, device: Devic
     Raises:
         InvalidArgument: float64, int64, big-endian, object or complex input without a `dtype` to convert to.
     """
+    if isinstance(x, Array) and device is not None and x.device is not device:
+        x = np.asarray(x)
     return as_array(x, "x", dtype, device)
 
 
@@ -195,7 +197,10 @@ def _on_host(x: Any, name: str, dtype: DTypeLike | None) -> np.ndarray[Any, Any]
     if isinstance(x, DeviceArray) and not isinstance(x, Array):
         raise InvalidArgument(f"{name}: expected an Array, got a {type(x).__name__} in {x.format} blocks")
     if not isinstance(x, (np.ndarray, np.generic, Array)) and hasattr(x, "__dlpack__"):
-        return np.from_dlpack(x)
+        try:
+            return np.from_dlpack(x)
+        except (BufferError, RuntimeError, TypeError) as error:
+            raise InvalidArgument(f"{name}: NumPy cannot read this DLPack object: {error}") from error
     try:
         host = np.asarray(x)
     except (ValueError, TypeError) as error:
@@ -206,7 +211,7 @@ def _on_host(x: Any, name: str, dtype: DTypeLike | None) -> np.ndarray[Any, Any]
     if plain and dtype is None:
         if host.dtype == np.float64:
             return host.astype(np.float32)
-        if host.dtype == np.int64 and (host.size == 0 or np.abs(host).max() < 1 << 31):
+        if host.dtype == np.int64 and (host.size == 0 or -(1 << 31) <= host.min() <= host.max() < 1 << 31):
             return host.astype(np.int32)
     return host
 

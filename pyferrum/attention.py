@@ -64,6 +64,9 @@ def causal_attention(states: Any, x: Any, weights: AttentionWeights) -> Any:
     if any(state.config != config for state in group):
         raise InvalidArgument("states: expected one AttentionConfig for all of them")
 
+    if not isinstance(weights, AttentionWeights):
+        raise InvalidArgument(f"weights: expected AttentionWeights, got {type(weights).__name__}")
+
     packed = isinstance(x, Ragged)
     if one and packed:
         raise InvalidArgument("x: a Ragged goes with a sequence of states, got one state")

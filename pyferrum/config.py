@@ -97,10 +97,10 @@ class AttentionConfig:
             raise InvalidArgument("[attention_config] sliding_window: expected at least 1 or None, got 0")
         if self.softcap is not None and not self.softcap > 0:
             raise InvalidArgument(f"[attention_config] softcap: expected > 0 or None, got {self.softcap}")
-        if not self.rope_theta > 0 or self.rotary_dim < 2:
-            raise InvalidArgument(
-                f"[attention_config] expected rope_theta > 0 and rope_dim >= 2, got {self.rope_theta}, {self.rotary_dim}"
-            )
+        if not 0 < self.rope_theta < float("inf"):
+            raise InvalidArgument(f"[attention_config] rope_theta: expected a positive number, got {self.rope_theta}")
+        if self.rotary_dim < 2:
+            raise InvalidArgument(f"[attention_config] rope_dim: expected at least 2, got {self.rotary_dim}")
         config = numbers | {
             "output_gate": int(self.output_gate),
             "rope_interleaved": int(self.rope_interleaved),

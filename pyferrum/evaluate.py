@@ -35,7 +35,8 @@ def token_nlls(
         model: the model.
         tokens: the text.
         window: tokens fed at a time.
-        bos: a token to put in front, None for none, "auto" for the tokenizer's own setting.
+        bos: a token to put in front unless the text begins with it, None for none, "auto" for the tokenizer's own
+            setting.
         progress: a progress bar; None shows it on a terminal only.
 
     Returns:
@@ -48,6 +49,8 @@ def token_nlls(
     if not 1 <= window <= most:
         raise InvalidArgument(f"window: expected 1…{most}, the model's context, got {window}")
     prefix = _prefix(model, bos)
+    if len(tokens) and prefix == [int(tokens[0])]:
+        prefix = []  # the text brings its own
     sequence = np.asarray([*prefix, *tokens], np.int64)
     if len(sequence) < 2:
         raise InvalidArgument(f"tokens: expected at least {2 - len(prefix)} to score, got {len(tokens)}")

@@ -45,10 +45,10 @@ class GenerationResponse:
     """Everything up to, but not including, this token."""
 
 
-def prompt_tokens(model: Model, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt: text (with BOS if the tokenizer says so), chat messages, or ids as they are."""
+def prompt_tokens(model: Model, prompt: Prompt, *, continued: bool = False) -> list[int]:
+    """Token ids of a prompt: text (behind BOS if the tokenizer says so and nothing came before), messages, or ids."""
     if isinstance(prompt, str):
-        return model.tokenizer.encode(prompt)
+        return model.tokenizer.encode(prompt, add_bos=False if continued else None)
     messages = [entry for entry in prompt if isinstance(entry, Mapping)]
     if messages:
         return model.tokenizer.encode_chat(messages)
@@ -91,7 +91,7 @@ def generate(
     sampling = Sampling(temp, top_k, top_p, min_p)
     if max_tokens < 1:
         raise InvalidArgument(f"max_tokens: expected at least 1, got {max_tokens}")
-    tokens = prompt_tokens(model, prompt)
+    tokens = prompt_tokens(model, prompt, continued=state is not None and state.length > 0)
     if not tokens:
         raise InvalidArgument("prompt: expected at least one token, got none")
     return _steps(model, tokens, max_tokens, sampling, key, state, ignore_eos)

@@ -155,7 +155,7 @@ def top_k(x: ArrayLike | Array, k: int) -> tuple[Array, Array]:
     """
     device = _device(x)
     x = as_array(x, "x", device=device)
-    if not 0 < k < 1 << 32:
+    if not isinstance(k, (int, np.integer)) or not 0 < k < 1 << 32:
         raise InvalidArgument(f"[top_k] k: expected a positive number, got {k}")
     indices, values = _native.operation("top_k", device.handle, x.tensor, k, outputs=2)
     shape = (x.shape[0], k)

@@ -46,7 +46,9 @@ def block_array(data: ArrayLike, format: str, shape: tuple[int, int], *, device:
     Raises:
         InvalidArgument: unknown format, a row that is not whole blocks, or the wrong number of bytes.
     """
-    blocks = np.ascontiguousarray(data, dtype=np.uint8).reshape(-1)
+    blocks = np.ascontiguousarray(data).reshape(-1)
+    if blocks.dtype != np.uint8:
+        raise InvalidArgument(f"data: expected uint8, the blocks' bytes, got {blocks.dtype}")
     device = device or default_device()
     check_blocks("data", format, shape, blocks.size)
     return BlockArray(device, _native.buffer_from(device.handle, blocks), shape, format)

@@ -195,26 +195,27 @@ int32_t ferrum_attention_new(ferrum_device *device, const ferrum_attention_confi
     return guard([&] {
         auto *owner = reinterpret_cast<Device *>(required(device, "device"));
         owner->check_usable("attention_config");
-        *required(out_attention, "out_attention") =
+        auto &result = *required(out_attention, "out_attention");
+        result =
             reinterpret_cast<ferrum_attention *>(new Attention(Ref<Device>::share(owner), *required(config, "config"),
                                                                required(inverse_frequencies, "inverse_frequencies")));
     });
 }
 
-void ferrum_attention_release(ferrum_attention *attention) {
-    if (attention) reinterpret_cast<Attention *>(attention)->release();
-}
+void ferrum_attention_release(ferrum_attention **attention) { release_handle<Attention>(attention); }
 
 int32_t ferrum_causal_attention(ferrum_attention *attention, const ferrum_attention_weights *weights, uint32_t form,
                                 uint32_t participants, ferrum_state *const *states, const uint64_t *tokens,
-                                const ferrum_tensor *xs, ferrum_state **out_states, ferrum_buffer **out_ys) {
+                                const ferrum_tensor *xs, ferrum_state **const *out_states, ferrum_buffer **const *out_ys) {
     return guard([&] {
         required(out_states, "out_states");
         required(out_ys, "out_ys");
+        for (uint32_t i = 0; i < participants; i++) required(out_states[i], "out_states[i]");
+        for (uint32_t i = 0; i < (form == FERRUM_FORM_PACKED ? 1 : participants); i++) required(out_ys[i], "out_ys[i]");
         Call call = run(unwrap(attention), *required(weights, "weights"), form, participants,
                         required(states, "states"), required(tokens, "tokens"), required(xs, "xs"));
-        for (Ref<State> &state : call.states) *out_states++ = reinterpret_cast<ferrum_state *>(state.detach());
-        for (Ref<Buffer> &y : call.outputs) *out_ys++ = reinterpret_cast<ferrum_buffer *>(y.detach());
+        for (Ref<State> &state : call.states) **out_states++ = reinterpret_cast<ferrum_state *>(state.detach());
+        for (Ref<Buffer> &y : call.outputs) **out_ys++ = reinterpret_cast<ferrum_buffer *>(y.detach());
     });
 }
 
@@ -222,18 +223,17 @@ int32_t ferrum_attention_plan(ferrum_attention *attention, const ferrum_plan_req
     return guard([&] {
         required(required(request, "request")->starts, "request.starts");
         required(request->tokens, "request.tokens");
-        *required(out_plan, "out_plan") =
-            reinterpret_cast<ferrum_plan *>(plan_causal_attention(unwrap(attention)->shape, *request).detach());
+        auto &result = *required(out_plan, "out_plan");
+        result = reinterpret_cast<ferrum_plan *>(plan_causal_attention(unwrap(attention)->shape, *request).detach());
     });
 }
 
-void ferrum_plan_release(ferrum_plan *plan) {
-    if (plan) reinterpret_cast<AttentionPlan *>(plan)->release();
-}
+void ferrum_plan_release(ferrum_plan **plan) { release_handle<AttentionPlan>(plan); }
 
 int32_t ferrum_plan_describe(ferrum_plan *plan, ferrum_plan_summary *out_summary) {
     return guard([&] {
-        *required(out_summary, "out_summary") = reinterpret_cast<AttentionPlan *>(required(plan, "plan"))->summary;
+        auto &result = *required(out_summary, "out_summary");
+        result = reinterpret_cast<AttentionPlan *>(required(plan, "plan"))->summary;
     });
 }
 
@@ -242,7 +242,8 @@ int32_t ferrum_plan_launch(ferrum_plan *plan, uint32_t index, ferrum_launch *out
         const auto &launches = reinterpret_cast<AttentionPlan *>(required(plan, "plan"))->launches;
         if (index >= launches.size())
             fail(FERRUM_INVALID_ARGUMENT, "index: expected less than %zu, got %u", launches.size(), index);
-        *required(out_launch, "out_launch") = launches[index];
+        auto &result = *required(out_launch, "out_launch");
+        result = launches[index];
     });
 }
 
@@ -251,6 +252,7 @@ int32_t ferrum_plan_resource(ferrum_plan *plan, uint32_t index, ferrum_resource 
         const auto &resources = reinterpret_cast<AttentionPlan *>(required(plan, "plan"))->resources;
         if (index >= resources.size())
             fail(FERRUM_INVALID_ARGUMENT, "index: expected less than %zu, got %u", resources.size(), index);
-        *required(out_resource, "out_resource") = resources[index];
+        auto &result = *required(out_resource, "out_resource");
+        result = resources[index];
     });
 }

@@ -81,7 +81,7 @@ class Planner {
         });
     }
 
-  private:
+   private:
     // body(participant, its first row among all rows)
     template <class Body>
     void each_participant(Body &&body) const {

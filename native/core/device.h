@@ -68,6 +68,15 @@ class Ref {
     T *object_ = nullptr;
 };
 
+// Gives back the reference in a caller's variable, and clears it.
+template <class Object, class Handle>
+void release_handle(Handle **variable) {
+    if (!variable || !*variable) return;
+    Object *object = reinterpret_cast<Object *>(*variable);
+    *variable = nullptr;
+    object->release();
+}
+
 // Counts the live objects of one kind, for ferrum_debug_counts.
 class Counted {
    public:

@@ -26,8 +26,8 @@ void add_kv_move(Submission &work, Kernel kernel, State *state, uint64_t start, 
     launch.bind(FERRUM_KV_KEYS, work.add(keys.buffer, keys.offset))
         .bind(FERRUM_KV_VALUES, work.add(values.buffer, values.offset))
         .bind(FERRUM_KV_PAGES, work.add(table.get()))
-        .with(FERRUM_KV_PARAMS, ferrum_kv_params{uint32_t(start), uint32_t(tokens), layout.key_value_heads, layout.head_dim,
-                               layout.tokens_per_page, 0})
+        .with(FERRUM_KV_PARAMS, ferrum_kv_params{uint32_t(start), uint32_t(tokens), layout.key_value_heads,
+                                                 layout.head_dim, layout.tokens_per_page, 0})
         .over(uint32_t(tokens), layout.key_value_heads, FERRUM_SIMD_WIDTH);
     work.launches.push_back(launch);
     for (const Resource &resource : work.resources) work.keep.push_back(Ref<Buffer>::share(resource.buffer));
@@ -94,48 +94,53 @@ int32_t ferrum_device_new(const char *name, const ferrum_device_options *options
 #endif
         if (!device)
             fail(FERRUM_DEVICE_ERROR, "[device] name: this library was built with %s, got \"%s\"", known, name);
-        *required(out_device, "out_device") = reinterpret_cast<ferrum_device *>(device.detach());
+        auto &result = *required(out_device, "out_device");
+        result = reinterpret_cast<ferrum_device *>(device.detach());
     });
 }
 
-void ferrum_device_release(ferrum_device *device) {
-    if (device) reinterpret_cast<Device *>(device)->release();
-}
+void ferrum_device_release(ferrum_device **device) { release_handle<Device>(device); }
 
 int32_t ferrum_device_describe(ferrum_device *device, ferrum_device_summary *out_summary) {
-    return guard([&] { *required(out_summary, "out_summary") = unwrap(device)->describe(); });
+    return guard([&] {
+        auto &result = *required(out_summary, "out_summary");
+        result = unwrap(device)->describe();
+    });
 }
 
 int32_t ferrum_device_arena_stats(ferrum_device *device, ferrum_arena_stats *out_stats) {
-    return guard([&] { *required(out_stats, "out_stats") = unwrap(device)->arena().stats(); });
+    return guard([&] {
+        auto &result = *required(out_stats, "out_stats");
+        result = unwrap(device)->arena().stats();
+    });
 }
 
 int32_t ferrum_buffer_new(ferrum_device *device, uint64_t bytes, ferrum_buffer **out_buffer) {
     return guard([&] {
         unwrap(device)->check_usable("buffer");
-        *required(out_buffer, "out_buffer") =
-            reinterpret_cast<ferrum_buffer *>(unwrap(device)->allocate(bytes).detach());
+        auto &result = *required(out_buffer, "out_buffer");
+        result = reinterpret_cast<ferrum_buffer *>(unwrap(device)->allocate(bytes).detach());
     });
 }
 
 int32_t ferrum_buffer_wrap(ferrum_device *device, const void *data, uint64_t bytes, ferrum_buffer **out_buffer) {
     return guard([&] {
         unwrap(device)->check_usable("buffer");
-        *required(out_buffer, "out_buffer") = reinterpret_cast<ferrum_buffer *>(
+        auto &result = *required(out_buffer, "out_buffer");
+        result = reinterpret_cast<ferrum_buffer *>(
             unwrap(device)->wrap(bytes ? required(data, "data") : data, bytes).detach());
     });
 }
 
-void ferrum_buffer_release(ferrum_buffer *buffer) {
-    if (buffer) reinterpret_cast<Buffer *>(buffer)->release();
-}
+void ferrum_buffer_release(ferrum_buffer **buffer) { release_handle<Buffer>(buffer); }
 
 int32_t ferrum_buffer_contents(ferrum_buffer *buffer, void **out_data, uint64_t *out_bytes) {
     return guard([&] {
         Buffer *object = unwrap(buffer);
         object->device()->wait();
+        uint64_t &bytes = *required(out_bytes, "out_bytes");
         *required(out_data, "out_data") = object->host();
-        *required(out_bytes, "out_bytes") = object->bytes();
+        bytes = object->bytes();
     });
 }
 
@@ -143,21 +148,21 @@ int32_t ferrum_state_new(ferrum_device *device, uint32_t key_value_heads, uint32
     return guard([&] {
         Device *owner = unwrap(device);
         owner->check_usable("state");
-        *required(out_state, "out_state") = reinterpret_cast<ferrum_state *>(
+        auto &result = *required(out_state, "out_state");
+        result = reinterpret_cast<ferrum_state *>(
             owner->arena().empty(owner, KVLayout::make("state", key_value_heads, head_dim)).detach());
     });
 }
 
-void ferrum_state_release(ferrum_state *state) {
-    if (state) reinterpret_cast<State *>(state)->release();
-}
+void ferrum_state_release(ferrum_state **state) { release_handle<State>(state); }
 
 int32_t ferrum_state_describe(ferrum_state *state, ferrum_state_summary *out_summary) {
     return guard([&] {
         State *object = unwrap(state);
         const KVLayout &layout = object->layout;
-        *required(out_summary, "out_summary") = {object->length,  layout.pages(object->length), layout.key_value_heads,
-                                                 layout.head_dim, layout.tokens_per_page,       0};
+        auto &result = *required(out_summary, "out_summary");
+        result = {object->length,  layout.pages(object->length), layout.key_value_heads,
+                  layout.head_dim, layout.tokens_per_page,       0};
     });
 }
 
@@ -168,8 +173,8 @@ int32_t ferrum_state_truncate(ferrum_state *state, uint64_t length, ferrum_state
         if (length > object->length)
             fail(FERRUM_INVALID_ARGUMENT, "[truncate] length: expected at most %llu, the state's, got %llu",
                  (unsigned long long)object->length, (unsigned long long)length);
-        *required(out_state, "out_state") =
-            reinterpret_cast<ferrum_state *>(object->device()->arena().truncate(object, length).detach());
+        auto &result = *required(out_state, "out_state");
+        result = reinterpret_cast<ferrum_state *>(object->device()->arena().truncate(object, length).detach());
     });
 }
 

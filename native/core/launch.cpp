@@ -20,10 +20,16 @@ const ferrum_format_info kFormats[] = {
 
 const FormatInfo *weight_format(uint32_t format) {
     switch (format) {
-#define FERRUM_FORMAT_CASE(NAME, name, id, elements, bytes)                                                 \
-    case id: {                                                                                              \
-        static const FormatInfo info = {#NAME, elements, bytes, kernel_linear_vector_##name, kernel_linear_rows_##name, kernel_linear_tiles_##name, kernel_embed_##name}; \
-        return &info;                                                                                       \
+#define FERRUM_FORMAT_CASE(NAME, name, id, elements, bytes)          \
+    case id: {                                                       \
+        static const FormatInfo info = {#NAME,                       \
+                                        elements,                    \
+                                        bytes,                       \
+                                        kernel_linear_vector_##name, \
+                                        kernel_linear_rows_##name,   \
+                                        kernel_linear_tiles_##name,  \
+                                        kernel_embed_##name};        \
+        return &info;                                                \
     }
         FERRUM_FORMATS(FERRUM_FORMAT_CASE)
 #undef FERRUM_FORMAT_CASE
@@ -101,8 +107,8 @@ void add_page_copies(Submission &work, const KVLayout &layout, const std::vector
         addresses[2 * i + 1] = copies[i].target;
         Launch launch(kernel_kv_copy_f16, 0, i == 0);
         launch.bind(FERRUM_KV_COPY_PAGES, resource, i * 16)
-            .with(FERRUM_KV_COPY_PARAMS, ferrum_kv_params{0, copies[i].tokens, layout.key_value_heads, layout.head_dim, layout.tokens_per_page,
-                                   0})
+            .with(FERRUM_KV_COPY_PARAMS, ferrum_kv_params{0, copies[i].tokens, layout.key_value_heads, layout.head_dim,
+                                                          layout.tokens_per_page, 0})
             .over(layout.key_value_heads, 1, 8 * FERRUM_SIMD_WIDTH);
         work.launches.push_back(launch);
     }

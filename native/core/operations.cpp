@@ -141,7 +141,8 @@ int32_t ferrum_embed(ferrum_device *device, const ferrum_tensor *tokens, const f
         launch.bind(FERRUM_EMBED_TOKENS, op.bind(t).resource)
             .bind(FERRUM_EMBED_WEIGHT, op.bind(w).resource)
             .bind(FERRUM_EMBED_Y, op.bind(y.get()).resource)
-            .with(FERRUM_EMBED_PARAMS, ferrum_embed_params{uint64_t(width / info->block_elements) * info->block_bytes, rows, width})
+            .with(FERRUM_EMBED_PARAMS,
+                  ferrum_embed_params{uint64_t(width / info->block_elements) * info->block_bytes, rows, width})
             .over(rows, 1, 8 * FERRUM_SIMD_WIDTH);
         op.submit(launch, uint64_t(rows) * width);
         give(std::move(y), required(out_y, "out_y"));

@@ -295,8 +295,8 @@ void finish_row(const Call &call, uint32_t gate_slot, uint32_t context_slot, uin
     }
 }
 
-Block make_block(const Call &call, const Worker &worker, const AttentionTemp &temp, uint32_t pages_slot, uint32_t kv_head,
-                 uint32_t index) {
+Block make_block(const Call &call, const Worker &worker, const AttentionTemp &temp, uint32_t pages_slot,
+                 uint32_t kv_head, uint32_t index) {
     static_assert(int(FERRUM_SPLIT_QUERY) == int(FERRUM_ATTENTION_QUERY));
     const auto &p = call.params<Params>();
     const uint32_t first = index * temp.block_tokens;
@@ -332,7 +332,8 @@ void attend(const Call &call, Worker &worker) {
     worker.for_each((uint64_t)temp.blocks * p.key_value_heads, 1, [&](uint64_t item) {
         // The longest contexts first, so that no thread is left with one at the end.
         const uint32_t index = temp.blocks - 1 - (uint32_t)(item / p.key_value_heads);
-        const Block block = make_block(call, worker, temp, FERRUM_ATTENTION_PAGES, (uint32_t)(item % p.key_value_heads), index);
+        const Block block =
+            make_block(call, worker, temp, FERRUM_ATTENTION_PAGES, (uint32_t)(item % p.key_value_heads), index);
         const Workspace &w = block.w;
         memset(w.total, 0, block.rows() * sizeof(float));
         for (uint32_t span = 0; span < p.spans; span++) {
@@ -388,8 +389,12 @@ void causal_attention_prepare_f16(const Call &call, Worker &worker) {
     });
 }
 
-void causal_attention_decode_f16(const Call &call, Worker &worker) { attend(call, worker); }
-void causal_attention_tiles_f16(const Call &call, Worker &worker) { attend(call, worker); }
+void causal_attention_decode_f16(const Call &call, Worker &worker) {
+    attend(call, worker);
+}
+void causal_attention_tiles_f16(const Call &call, Worker &worker) {
+    attend(call, worker);
+}
 
 void causal_attention_split_f16(const Call &call, Worker &worker) {
     const auto &p = call.params<Params>();
@@ -397,7 +402,8 @@ void causal_attention_split_f16(const Call &call, Worker &worker) {
     const uint32_t padded = temp.padded_dim;
     worker.for_each((uint64_t)temp.blocks * p.key_value_heads * p.spans, 1, [&](uint64_t item) {
         const uint32_t span = (uint32_t)(item % p.spans), pair = (uint32_t)(item / p.spans);
-        const Block block = make_block(call, worker, temp, FERRUM_SPLIT_PAGES, pair % p.key_value_heads, pair / p.key_value_heads);
+        const Block block =
+            make_block(call, worker, temp, FERRUM_SPLIT_PAGES, pair % p.key_value_heads, pair / p.key_value_heads);
         const bool seen = block.sees(span_at(p, span));
         if (seen) attend_span(block, span_at(p, span));
         for (uint32_t row = 0; row < block.rows(); row++) {

@@ -167,7 +167,8 @@ struct Launches : Job {
             for (uint32_t b = 0; b < launch.binding_count; b++) {
                 const ferrum_binding &binding = launch.bindings[b];
                 const Resource &resource = work.resources[binding.resource];
-                call.slots[binding.slot] = static_cast<uint8_t *>(resource.buffer->host()) + resource.offset + binding.offset;
+                call.slots[binding.slot] =
+                    static_cast<uint8_t *>(resource.buffer->host()) + resource.offset + binding.offset;
             }
             // Launches that may overlap have temporary memory of their own, but projections of one input share it.
             if (launch.barrier) at = 0;
@@ -201,7 +202,9 @@ class CpuDevice : public Device {
         open_arena(options.arena_limit_bytes, options.poison);
     }
     ~CpuDevice() override {
-        if (forked()) pool_->abandon();
+        // A forked child leaks the pool: its threads are not here to be joined, and its condition variable would wait
+        // for them.
+        if (forked()) (void)pool_.release();
     }
 
     Ref<Buffer> allocate(uint64_t bytes) override { return Ref<OwnedBuffer>::adopt(new OwnedBuffer(this, bytes)); }

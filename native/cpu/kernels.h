@@ -22,7 +22,7 @@ struct Call {
     uint8_t *slots[kMaxSlots];
     uint8_t *temp;         // temp_bytes(launch), shared by all threads
     uint64_t temp_offset;  // where in the device's temporary memory that is
-    bool temp_is_ready;  // an earlier launch of this barrier group already put the same input there
+    bool temp_is_ready;    // an earlier launch of this barrier group already put the same input there
     unsigned threads;
 
     template <class Params>

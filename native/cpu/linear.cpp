@@ -299,10 +299,16 @@ void linear_dense(const Call &call, Worker &worker) {
 }  // namespace
 
 // The shapes that a plan tells apart are one kernel here: it looks at the rows itself, and no bit depends on them.
-#define FERRUM_LINEAR(format, family)                                                                \
-    void linear_vector_##format(const Call &call, Worker &worker) { linear_##family<format>(call, worker); } \
-    void linear_rows_##format(const Call &call, Worker &worker) { linear_##family<format>(call, worker); }   \
-    void linear_tiles_##format(const Call &call, Worker &worker) { linear_##family<format>(call, worker); }
+#define FERRUM_LINEAR(format, family)                               \
+    void linear_vector_##format(const Call &call, Worker &worker) { \
+        linear_##family<format>(call, worker);                      \
+    }                                                               \
+    void linear_rows_##format(const Call &call, Worker &worker) {   \
+        linear_##family<format>(call, worker);                      \
+    }                                                               \
+    void linear_tiles_##format(const Call &call, Worker &worker) {  \
+        linear_##family<format>(call, worker);                      \
+    }
 FERRUM_LINEAR(f32, dense)
 FERRUM_LINEAR(f16, dense)
 FERRUM_LINEAR(bf16, dense)

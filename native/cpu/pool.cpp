@@ -30,9 +30,12 @@ bool Worker::take(uint64_t n, uint64_t grain, uint64_t &begin, uint64_t &end) {
     return true;
 }
 
-void Worker::finish(uint64_t items) { job_.done.value.fetch_add(items, std::memory_order_release); }
+void Worker::finish(uint64_t items) {
+    job_.done.value.fetch_add(items, std::memory_order_release);
+}
 
-// Items behind a barrier start only when all before it are done: so "at least as many as were opened" means all of them.
+// Items behind a barrier start only when all before it are done: so "at least as many as were opened" means all of
+// them.
 void Worker::barrier() {
     for (int i = 0; job_.done.value.load(std::memory_order_acquire) < opened_; i++) {
         if (i < kSpinsBeforeYield)
@@ -47,10 +50,6 @@ Pool::Pool(unsigned threads) {
 }
 
 Pool::~Pool() {
-    if (abandoned_) {
-        new std::vector<std::thread>(std::move(workers_));  // never joined: destroying them would end the process
-        return;
-    }
     {
         std::lock_guard lock(mutex_);
         stop_ = true;

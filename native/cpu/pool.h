@@ -30,17 +30,15 @@ struct Job {
 };
 
 class Pool {
-  public:
+   public:
     // `threads` counts the caller's: one means no thread of our own.
     explicit Pool(unsigned threads);
     ~Pool();
     unsigned threads() const { return unsigned(workers_.size()) + 1; }
     // Returns when every item is done. One call at a time: callers hold a lock.
     void run(std::shared_ptr<Job> job);
-    // The process forked: the threads are not here, so they cannot be joined.
-    void abandon() { abandoned_ = true; }
 
-  private:
+   private:
     void serve(unsigned index);
 
     std::mutex mutex_;
@@ -49,7 +47,6 @@ class Pool {
     alignas(64) std::atomic<uint64_t> generation_{0};
     unsigned sleeping_ = 0;
     bool stop_ = false;
-    bool abandoned_ = false;
     std::vector<std::thread> workers_;
 };
 

@@ -5,7 +5,9 @@
 
 namespace ferrum::cpu {
 
-bool is_linear(uint32_t kernel) { return kernel >= kernel_linear_vector_f32 && kernel <= kernel_linear_tiles_bf16; }
+bool is_linear(uint32_t kernel) {
+    return kernel >= kernel_linear_vector_f32 && kernel <= kernel_linear_tiles_bf16;
+}
 
 LinearTemp linear_temp(const ferrum_launch &launch, unsigned threads) {
     const auto &p = *reinterpret_cast<const ferrum_linear_params *>(launch.params);
@@ -42,7 +44,8 @@ AttentionTemp attention_temp(const ferrum_causal_attention_params &p) {
     temp.score_stride = uint32_t(align_up(p.span_tokens, 16)) + 16;
     const uint64_t rows = uint64_t(temp.group) * temp.block_tokens;
     // Queries, running and span sums; scores; four scalars a row; a tile of keys and one of values.
-    temp.thread_bytes = align_up(4 * (rows * (3 * temp.padded_dim + temp.score_stride + 4) + 2 * 16 * temp.padded_dim), 64);
+    temp.thread_bytes =
+        align_up(4 * (rows * (3 * temp.padded_dim + temp.score_stride + 4) + 2 * 16 * temp.padded_dim), 64);
     return temp;
 }
 
@@ -52,7 +55,9 @@ uint64_t temp_bytes(const ferrum_launch &launch, unsigned threads) {
         case kernel_causal_attention_decode_f16:
         case kernel_causal_attention_split_f16:
         case kernel_causal_attention_tiles_f16:
-            return attention_temp(*reinterpret_cast<const ferrum_causal_attention_params *>(launch.params)).thread_bytes * threads;
+            return attention_temp(*reinterpret_cast<const ferrum_causal_attention_params *>(launch.params))
+                       .thread_bytes *
+                   threads;
         default:
             return 0;
     }

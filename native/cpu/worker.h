@@ -10,7 +10,7 @@ struct Job;
 // One thread's way through a submission. Every thread that takes part makes the same calls in the same order, so it
 // knows without asking how many items there are up to any point.
 class Worker {
-  public:
+   public:
     Worker(Job &job, unsigned index) : job_(job), index_(index) {}
     // Of the thread: for memory of its own.
     unsigned index() const { return index_; }
@@ -27,7 +27,7 @@ class Worker {
     // Waits until every item of every loop so far is done.
     void barrier();
 
-  private:
+   private:
     bool take(uint64_t n, uint64_t grain, uint64_t &begin, uint64_t &end);
     void finish(uint64_t items);
     void close(uint64_t n) {

@@ -3,7 +3,8 @@
  * Conventions
  * -----------
  * Handles are opaque and reference-counted. A function that returns a handle through `out_…` gives one reference to the
- * caller; `ferrum_<noun>_release` gives it back and accepts NULL. Every function is thread-safe. None aborts, prints or
+ * caller; `ferrum_<noun>_release` takes the variable that holds it, gives the reference back and sets the variable to
+ * NULL. A variable that is NULL already, or no variable, is fine: so an owner can be made before the call that fills it. Every function is thread-safe. None aborts, prints or
  * throws: each returns a status, and on failure leaves every handle, page and output as it was;
  * `ferrum_last_error()` then says which argument was wrong, what was expected and what was found.
  *
@@ -28,7 +29,7 @@ extern "C" {
 #endif
 
 /* Changes whenever a declaration below does. A binding refuses a library with another number. */
-enum { FERRUM_ABI_VERSION = 2 };
+enum { FERRUM_ABI_VERSION = 3 };
 
 /* Status codes. */
 enum {
@@ -111,11 +112,11 @@ int32_t ferrum_format_at(uint32_t index, ferrum_format_info *out_info);
 /* ---- Device ----------------------------------------------------------------------------------------------------- */
 
 typedef struct ferrum_device_options {
-    uint64_t arena_limit_bytes;  /* 0: half of the machine's memory. Rounded down to whole pages */
-    uint32_t threads;            /* CPU threads, the caller's included; 0: one per available core */
-    uint32_t exact;              /* 1: every row takes the same order of sums however many come with it, on every device;
-                                    0: prefill may use faster tiles (the CPU device is exact either way) */
-    uint32_t poison;             /* 1: fill pages and buffers with NaN when they are freed (debugging) */
+    uint64_t arena_limit_bytes; /* 0: half of the machine's memory. Rounded down to whole pages */
+    uint32_t threads;           /* CPU threads, the caller's included; 0: one per available core */
+    uint32_t exact;             /* 1: every row takes the same order of sums however many come with it, on every device;
+                                   0: prefill may use faster tiles (the CPU device is exact either way) */
+    uint32_t poison;            /* 1: fill pages and buffers with NaN when they are freed (debugging) */
     const char *instruction_set; /* CPU: "avx512", "avx2", "portable"; NULL or "": the best one here */
 } ferrum_device_options;
 
@@ -127,11 +128,12 @@ typedef struct ferrum_device_summary {
     uint64_t memory_bytes; /* of the machine */
 } ferrum_device_summary;
 
-/* Opens device `name`: "cpu", or "metal" where the library has it. `options` may be NULL. Errors: FERRUM_DEVICE_ERROR for a device that is not here. */
+/* Opens device `name`: "cpu", or "metal" where the library has it. `options` may be NULL. Errors: FERRUM_DEVICE_ERROR
+ * for a device that is not here. */
 int32_t ferrum_device_new(const char *name, const ferrum_device_options *options, ferrum_device **out_device);
 
 /* The device lives on until its last buffer, state and attention are gone. */
-void ferrum_device_release(ferrum_device *device);
+void ferrum_device_release(ferrum_device **device);
 
 int32_t ferrum_device_describe(ferrum_device *device, ferrum_device_summary *out_summary);
 
@@ -156,7 +158,7 @@ int32_t ferrum_buffer_new(ferrum_device *device, uint64_t bytes, ferrum_buffer *
 /* A buffer over the caller's memory, not copied: it must stay readable and unchanged until the buffer is gone. */
 int32_t ferrum_buffer_wrap(ferrum_device *device, const void *data, uint64_t bytes, ferrum_buffer **out_buffer);
 
-void ferrum_buffer_release(ferrum_buffer *buffer);
+void ferrum_buffer_release(ferrum_buffer **buffer);
 
 /* Waits until every call that writes the buffer is done, and gives its address on the host. */
 int32_t ferrum_buffer_contents(ferrum_buffer *buffer, void **out_data, uint64_t *out_bytes);
@@ -175,7 +177,7 @@ typedef struct ferrum_state_summary {
 /* An empty state. Holds no page. Errors: head_dim not in 1…256, or one token larger than a page. */
 int32_t ferrum_state_new(ferrum_device *device, uint32_t key_value_heads, uint32_t head_dim, ferrum_state **out_state);
 
-void ferrum_state_release(ferrum_state *state);
+void ferrum_state_release(ferrum_state **state);
 
 int32_t ferrum_state_describe(ferrum_state *state, ferrum_state_summary *out_summary);
 
@@ -230,16 +232,16 @@ typedef struct ferrum_attention_weights {
 int32_t ferrum_attention_new(ferrum_device *device, const ferrum_attention_config *config,
                              const double *inverse_frequencies, ferrum_attention **out_attention);
 
-void ferrum_attention_release(ferrum_attention *attention);
+void ferrum_attention_release(ferrum_attention **attention);
 
 /* One attention sub-layer, y = x + o_proj(gate * attention(rope(norm(qkv(rms_norm(x)))))), for `participants`
  * sequences. `form` FERRUM_FORM_PACKED: `xs` is one tensor [sum of tokens, hidden], rows in participants' order, and
  * `out_ys` one buffer; else `xs` holds one tensor [tokens[i], hidden] per participant and `out_ys` one buffer each.
  * x is float16 or float32 (the float32-master op); y has its format. `out_states[i]` is states[i] with tokens[i] more
- * tokens. The same state may appear twice. Nothing is returned unless everything succeeds. */
+ * tokens; the arrays hold the variables to be filled. The same state may appear twice. Nothing is returned unless everything succeeds. */
 int32_t ferrum_causal_attention(ferrum_attention *attention, const ferrum_attention_weights *weights, uint32_t form,
                                 uint32_t participants, ferrum_state *const *states, const uint64_t *tokens,
-                                const ferrum_tensor *xs, ferrum_state **out_states, ferrum_buffer **out_ys);
+                                const ferrum_tensor *xs, ferrum_state **const *out_states, ferrum_buffer **const *out_ys);
 
 /* ---- Plans ------------------------------------------------------------------------------------------------------ */
 
@@ -265,7 +267,7 @@ typedef struct ferrum_plan_summary {
     uint64_t scratch_bytes;
     uint64_t scratch_bytes_per_token;
     uint64_t scratch_regions[7]; /* offsets: normalized, query_raw, key_raw, value_raw, query, context, projected */
-    uint64_t partials_bytes; /* of attention split over a long context; 0 where none is */
+    uint64_t partials_bytes;     /* of attention split over a long context; 0 where none is */
     uint64_t page_table_bytes;
     uint64_t pages;         /* of all participants after the call, before sharing */
     uint64_t maximum_pages; /* of one state at maximum_context_tokens */
@@ -301,7 +303,7 @@ typedef struct ferrum_launch {
 
 int32_t ferrum_attention_plan(ferrum_attention *attention, const ferrum_plan_request *request, ferrum_plan **out_plan);
 
-void ferrum_plan_release(ferrum_plan *plan);
+void ferrum_plan_release(ferrum_plan **plan);
 
 int32_t ferrum_plan_describe(ferrum_plan *plan, ferrum_plan_summary *out_summary);
 

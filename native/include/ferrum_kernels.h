@@ -25,12 +25,12 @@ enum {
     FERRUM_ROPE_LOW = 256,         /* rows of the low half of a rotary table */
     FERRUM_SCRATCH_ALIGNMENT = 16, /* bytes; every row of scratch starts on it */
     FERRUM_SIMD_WIDTH = 32,
-    FERRUM_FEW_ROWS = 16,             /* rows and tokens up to which the kernels for verification are planned */
-    FERRUM_ATTENTION_SIMDGROUPS = 8,  /* of a decode threadgroup; fixed, since it is part of the order of a sum */
+    FERRUM_FEW_ROWS = 16,              /* rows and tokens up to which the kernels for verification are planned */
+    FERRUM_ATTENTION_SIMDGROUPS = 8,   /* of a decode threadgroup; fixed, since it is part of the order of a sum */
     FERRUM_ATTENTION_TILE_TOKENS = 32, /* query tokens of a prefill threadgroup, 8 a SIMD-group */
     FERRUM_LINEAR_VECTOR_OUTPUTS = 8,  /* outputs of a threadgroup of two SIMD-groups */
     FERRUM_LINEAR_TILE_ROWS = 32,
-    FERRUM_LINEAR_TILE_OUTPUTS = 64    /* of a threadgroup of four SIMD-groups */
+    FERRUM_LINEAR_TILE_OUTPUTS = 64 /* of a threadgroup of four SIMD-groups */
 };
 
 /* Weight and array formats: X(NAME, name, id, elements per block, bytes per block). Ids are GGML's type numbers. */
@@ -52,42 +52,42 @@ enum { FERRUM_FORMAT_I32 = 26 };
 
 /* Every kernel a plan can name: X(name). Linear and embed come once per weight format; linear in three shapes: one row
  * (vector), up to FERRUM_FEW_ROWS rows a threadgroup (rows), and tiles of many. Attention: decode takes a query token
- * through all its spans; split takes one span and leaves a partial result, combine puts those together; tiles takes many
- * query tokens at once. */
-#define FERRUM_KERNELS(X) \
-    X(rms_norm_f16) \
-    X(rms_norm_f32) \
-    X(causal_attention_prepare_f16) \
-    X(causal_attention_decode_f16) \
-    X(causal_attention_split_f16) \
-    X(causal_attention_combine_f16) \
-    X(causal_attention_tiles_f16) \
-    X(residual_add_f16) \
-    X(residual_add_f32) \
-    X(swiglu_f16) \
-    X(cross_entropy_f32) \
-    X(argmax_f32) \
-    X(top_k_f32) \
-    X(kv_append_f16) \
-    X(kv_gather_f16) \
-    X(kv_copy_f16) \
+ * through all its spans; split takes one span and leaves a partial result, combine puts those together; tiles takes
+ * many query tokens at once. */
+#define FERRUM_KERNELS(X)                   \
+    X(rms_norm_f16)                         \
+    X(rms_norm_f32)                         \
+    X(causal_attention_prepare_f16)         \
+    X(causal_attention_decode_f16)          \
+    X(causal_attention_split_f16)           \
+    X(causal_attention_combine_f16)         \
+    X(causal_attention_tiles_f16)           \
+    X(residual_add_f16)                     \
+    X(residual_add_f32)                     \
+    X(swiglu_f16)                           \
+    X(cross_entropy_f32)                    \
+    X(argmax_f32)                           \
+    X(top_k_f32)                            \
+    X(kv_append_f16)                        \
+    X(kv_gather_f16)                        \
+    X(kv_copy_f16)                          \
     FERRUM_FORMAT_KERNELS(X, linear_vector) \
-    FERRUM_FORMAT_KERNELS(X, linear_rows) \
-    FERRUM_FORMAT_KERNELS(X, linear_tiles) \
+    FERRUM_FORMAT_KERNELS(X, linear_rows)   \
+    FERRUM_FORMAT_KERNELS(X, linear_tiles)  \
     FERRUM_FORMAT_KERNELS(X, embed)
 
 /* One kernel per weight format, in the order of FERRUM_FORMATS. */
 #define FERRUM_FORMAT_KERNELS(X, family) \
-    X(family##_f32) \
-    X(family##_f16) \
-    X(family##_q4_0) \
-    X(family##_q4_1) \
-    X(family##_q5_0) \
-    X(family##_q5_1) \
-    X(family##_q8_0) \
-    X(family##_q4_k) \
-    X(family##_q5_k) \
-    X(family##_q6_k) \
+    X(family##_f32)                      \
+    X(family##_f16)                      \
+    X(family##_q4_0)                     \
+    X(family##_q4_1)                     \
+    X(family##_q5_0)                     \
+    X(family##_q5_1)                     \
+    X(family##_q8_0)                     \
+    X(family##_q4_k)                     \
+    X(family##_q5_k)                     \
+    X(family##_q6_k)                     \
     X(family##_bf16)
 
 /* Function constants: booleans that specialise a kernel. Bit i is function constant i. */

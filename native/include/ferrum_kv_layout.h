@@ -32,13 +32,15 @@ static inline uint32_t ferrum_kv_value(uint32_t tokens_per_page, uint32_t head_d
 }
 
 /* Tokens of a softmax span on a device that wants about `wanted`: whole pages, at least one. So no key tile is ever cut
- * by a span, and a boundary depends on absolute position alone: how a context is split for parallelism never changes the
- * order of a sum. */
+ * by a span, and a boundary depends on absolute position alone: how a context is split for parallelism never changes
+ * the order of a sum. */
 static inline uint32_t ferrum_kv_span_tokens(uint32_t tokens_per_page, uint32_t wanted) {
     return tokens_per_page < wanted ? wanted / tokens_per_page * tokens_per_page : tokens_per_page;
 }
 
 /* Floats of a partial: the values padded to whole vectors of 16, then largest score and sum, then padding. */
-static inline uint32_t ferrum_partial_stride(uint32_t head_dim) { return (head_dim + 15u) / 16u * 16u + 16u; }
+static inline uint32_t ferrum_partial_stride(uint32_t head_dim) {
+    return (head_dim + 15u) / 16u * 16u + 16u;
+}
 
 #endif

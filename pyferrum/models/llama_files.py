@@ -6,6 +6,7 @@ Names and keys: FACTS F.3 and F.4, after llama.cpp's and transformers' converter
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -154,8 +155,15 @@ def _gguf_scaling(file: GGUFFile) -> rope.Scaling | None:
     if kind == "linear":
         return rope.LinearScaling(factor)
     if kind == "yarn":
-        original = file.get("llama.rope.scaling.original_context_length", int)
-        return rope.YarnScaling(factor, original)
+        yarn = rope.YarnScaling(
+            factor,
+            file.get("llama.rope.scaling.original_context_length", int),
+            file.get("llama.rope.scaling.yarn_beta_fast", float, 32.0),
+            file.get("llama.rope.scaling.yarn_beta_slow", float, 1.0),
+        )
+        # llama.cpp multiplies YaRN's own factor by this one.
+        extra = file.get("llama.rope.scaling.attn_factor", float, 1.0)
+        return yarn if extra == 1 else replace(yarn, attention_factor=rope.attention_factor(yarn) * extra)
     raise UnsupportedError(f"{file.path}: llama.rope.scaling.type {kind!r}; known: none, linear, yarn")
 
 
@@ -221,11 +229,18 @@ def hf_config(files: SafetensorsFiles) -> LlamaConfig:
 
 def _hf_rope(values: Mapping[str, Any], source: str) -> tuple[float, rope.Scaling | None]:
     """theta and scaling: `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
-    fields = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+    given = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if not isinstance(given, Mapping):
+        raise CheckpointError(f"{source}: rope scaling: expected an object, got {given!r}")
+    fields = dict(given)
     theta = float(fields.pop("rope_theta", None) or values.get("rope_theta") or 10000.0)
     kind = fields.get("rope_type") or fields.get("type") or "default"
-    if fields.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedError(f"{source}: partial_rotary_factor is not built for Llama")
+    for name, neutral in (("partial_rotary_factor", 1.0), ("mscale", None), ("mscale_all_dim", None)):
+        value = fields.get(name, values.get(name))
+        if value not in (None, neutral):
+            raise UnsupportedError(f"{source}: {name}={value!r} is not built for Llama")
+    if kind == "default" and "factor" in fields:
+        raise CheckpointError(f"{source}: rope scaling {fields} has a factor but no rope_type")
     try:
         if kind == "default":
             return theta, None
