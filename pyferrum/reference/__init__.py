@@ -7,6 +7,18 @@ arrays. Values are rounded to float16 at the points of the numerics contract (do
 
 from pyferrum.reference.attention import KVState, causal_attention, init_state
 from pyferrum.reference.blocks import dequantize
+from pyferrum.reference.dflash2 import (
+    DFlash2Ring,
+    dflash2_attention,
+    dflash2_commit,
+    dflash2_conv,
+    dflash2_heads,
+    dflash2_mask,
+    dflash2_mask_rows,
+    dflash2_pack,
+    dflash2_select,
+    init_dflash2_ring,
+)
 from pyferrum.reference.ops import (
     argmax,
     cross_entropy,
@@ -19,12 +31,22 @@ from pyferrum.reference.ops import (
 )
 
 __all__ = [
+    "DFlash2Ring",
     "KVState",
     "argmax",
     "causal_attention",
     "cross_entropy",
     "dequantize",
+    "dflash2_attention",
+    "dflash2_commit",
+    "dflash2_conv",
+    "dflash2_heads",
+    "dflash2_mask",
+    "dflash2_mask_rows",
+    "dflash2_pack",
+    "dflash2_select",
     "embed",
+    "init_dflash2_ring",
     "init_state",
     "linear",
     "residual_add",
