@@ -9,6 +9,16 @@ from pyferrum.array import Array, array, block_until_ready
 from pyferrum.attention import Ragged, causal_attention
 from pyferrum.config import AttentionConfig
 from pyferrum.device import Device, arena_stats, default_device, device_info
+from pyferrum.dflash2 import (
+    dflash2_attention,
+    dflash2_commit,
+    dflash2_conv,
+    dflash2_heads,
+    dflash2_mask,
+    dflash2_mask_rows,
+    dflash2_pack,
+    dflash2_select,
+)
 from pyferrum.errors import (
     CheckpointError,
     DeviceError,
@@ -23,6 +33,7 @@ from pyferrum.generate import GenerationResponse, generate
 from pyferrum.models import Model, ModelState, load
 from pyferrum.ops import argmax, cross_entropy, embed, linear, residual_add, rms_norm, swiglu, top_k
 from pyferrum.plan import Plan, plan_attention
+from pyferrum.ring import DFlash2Ring, init_dflash2_ring, load_dflash2_ring
 from pyferrum.state import KVState, init_state, load_state
 from pyferrum.weights import AttentionWeights, BlockArray, block_array
 
@@ -34,6 +45,7 @@ __all__ = [
     "AttentionWeights",
     "BlockArray",
     "CheckpointError",
+    "DFlash2Ring",
     "Device",
     "DeviceError",
     "FerrumError",
@@ -57,12 +69,22 @@ __all__ = [
     "cross_entropy",
     "default_device",
     "device_info",
+    "dflash2_attention",
+    "dflash2_commit",
+    "dflash2_conv",
+    "dflash2_heads",
+    "dflash2_mask",
+    "dflash2_mask_rows",
+    "dflash2_pack",
+    "dflash2_select",
     "embed",
     "evaluate",
     "generate",
+    "init_dflash2_ring",
     "init_state",
     "linear",
     "load",
+    "load_dflash2_ring",
     "load_state",
     "plan_attention",
     "random",

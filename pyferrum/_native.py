@@ -1,4 +1,4 @@
-"""Finds and loads libferrum, and is the only module that knows cffi.
+"""Finds and loads libferrum; with `_native_rings`, the only module that knows cffi.
 
 Everything else calls the functions below. They take and return `Handle`s (reference-counted native objects), turn
 status codes into exceptions, and never let a Python object outlive what it points to.
@@ -337,8 +337,8 @@ def _params_struct(kernel: str) -> str:
 # ---- Other operations
 
 
-def operation(name: str, device: Handle, *arguments: Any, outputs: int = 1) -> list[Handle]:
-    """Call `ferrum_<name>(device, *arguments, out…)`; gives the output buffers."""
+def operation(name: str, owner: Handle, *arguments: Any, outputs: int = 1) -> list[Handle]:
+    """Call `ferrum_<name>(owner, *arguments, out…)` of a device or a ring; gives the output buffers."""
     outs = [_empty("buffer") for _ in range(outputs)]
-    _check(getattr(lib, f"ferrum_{name}")(device[0], *arguments, *outs))
+    _check(getattr(lib, f"ferrum_{name}")(owner[0], *arguments, *outs))
     return outs

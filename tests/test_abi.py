@@ -17,6 +17,7 @@ import pytest
 import pyferrum
 from pyferrum import _native
 from pyferrum._cdef import ffi
+from tests.cases.dflash2_abi import dflash2_arguments
 
 ROOT = Path(__file__).resolve().parent.parent
 INCLUDE = ROOT / "native/include"
@@ -38,14 +39,8 @@ def run(*command: str | Path, **options: Any) -> str:
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """`code` in a fresh interpreter in the repository's root."""
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    options: Any = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 120}
+    return subprocess.run([sys.executable, "-c", code], env=os.environ | environment, **options)
 
 
 def declared() -> list[str]:
@@ -214,7 +209,7 @@ def valid_arguments() -> dict[str, Callable[[], list[Any]]]:
         "attention_release": lambda: [attention],
         "causal_attention": lambda: [
             *(attention, weights, 0, 1, states, counts, xs),
-            *(o("ferrum_state *[1]"), o("ferrum_buffer *[1]")),
+            *(o("ferrum_state **[1]", [o("ferrum_state **")]), o("ferrum_buffer **[1]", [o("ferrum_buffer **")])),
         ],
         "attention_plan": lambda: [attention, request, o("ferrum_plan **")],
         "plan_release": lambda: [plan],
@@ -229,10 +224,11 @@ def valid_arguments() -> dict[str, Callable[[], list[Any]]]:
         "cross_entropy": lambda: [device, wide, tokens, o("ferrum_buffer **")],
         "argmax": lambda: [device, wide, o("ferrum_buffer **")],
         "top_k": lambda: [device, wide, 2, o("ferrum_buffer **"), o("ferrum_buffer **")],
+        **dflash2_arguments(device, new, tensor, wide, x, row),
     }
 
 
-MAY_BE_NULL = {("device_new", 1), ("linear", 3)}
+MAY_BE_NULL = {("device_new", 1), ("linear", 3), ("dflash2_heads", 2)}
 HUGE = (1 << 64) - 1
 HOSTILE_TENSORS: list[dict[str, Any]] = [
     {"buffer": ffi.NULL},
@@ -286,12 +282,16 @@ def hostile_structs() -> None:
     table = valid_arguments()
     kinds = {name: ffi.typeof(getattr(_native.lib, f"ferrum_{name}")).args for name in table}
     slots = [(name, at) for name in table for at, k in enumerate(kinds[name]) if k is ffi.typeof("ferrum_tensor *")]
-    assert len(slots) == 18
+    assert len(slots) == 43
     for (name, at), change in itertools.product(slots, HOSTILE_TENSORS):
         arguments = table[name]()
         arguments[at] = ffi.new("ferrum_tensor *", arguments[at][0])
         optional = (name, at) in MAY_BE_NULL and "buffer" in change  # no buffer: an absent tensor
-        if optional or (arguments[at].rank == 1 and change.get("shape", [HUGE])[0] < 3):
+        if (
+            optional
+            or arguments[at].rank == change.get("rank")
+            or (arguments[at].rank == 1 and change.get("shape", [HUGE])[0] < 3)
+        ):
             continue
         for field, value in change.items():
             setattr(arguments[at], field, value)

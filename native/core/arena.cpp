@@ -219,6 +219,34 @@ void Arena::page_table(const State *state, uint64_t *table) {
     for (uint64_t i = 0; i < state->layout.pages(state->length); i++) table[i] = address(state->list_->pages[i]);
 }
 
+std::vector<PageId> Arena::hold(const char *op, const std::vector<PageId> &pages,
+                                const std::vector<uint32_t> &touched) {
+    std::vector<PageId> result = pages;
+    std::lock_guard lock(mutex_);
+    reserve(op, touched.size());
+    for (PageId page : pages)
+        if (page != kNoPage) pages_[page].covers.reserve(1);
+    for (size_t i = 0; i < touched.size(); i++) pages_[free_[free_.size() - 1 - i]].covers.reserve(1);
+    for (uint32_t number : touched) {
+        if (pages[number] != kNoPage) copied_++;
+        result[number] = take();
+    }
+    for (PageId page : result)
+        if (page != kNoPage) cover(page, 0, 1);
+    return result;
+}
+
+void Arena::drop(const std::vector<PageId> &pages) {
+    std::lock_guard lock(mutex_);
+    for (PageId page : pages)
+        if (page != kNoPage) cover(page, 1, 0);
+}
+
+void Arena::addresses(const std::vector<PageId> &pages, uint64_t *table) {
+    std::lock_guard lock(mutex_);
+    for (PageId page : pages) *table++ = page == kNoPage ? 0 : address(page);
+}
+
 ferrum_arena_stats Arena::stats() {
     std::lock_guard lock(mutex_);
     return {FERRUM_PAGE_BYTES, limit_pages_, pages_.size(), used_, limit_pages_ - used_, peak_, allocated_, copied_};

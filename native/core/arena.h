@@ -4,6 +4,7 @@
 #include <map>
 #include <mutex>
 
+#include "../include/ferrum_kernels.h"
 #include "device.h"
 
 namespace ferrum {
@@ -23,6 +24,7 @@ struct KVLayout {
 };
 
 using PageId = uint32_t;
+constexpr PageId kNoPage = UINT32_MAX;
 struct PageList;
 
 // Immutable: a prefix, `length` tokens long, of a page list that relatives share.
@@ -65,6 +67,12 @@ class Arena {
 
     // Device addresses of the state's pages, in order.
     void page_table(const State *state, uint64_t *table);
+
+    // Pages of a ring: those of `pages` held once more, but for the numbers in `touched`, which get fresh ones.
+    std::vector<PageId> hold(const char *op, const std::vector<PageId> &pages, const std::vector<uint32_t> &touched);
+    void drop(const std::vector<PageId> &pages);
+    // Device addresses of a ring's pages; 0 for kNoPage.
+    void addresses(const std::vector<PageId> &pages, uint64_t *table);
 
     ferrum_arena_stats stats();
 

@@ -88,7 +88,7 @@ class Counted {
 };
 
 struct LiveCounts {
-    std::atomic<uint64_t> devices{0}, buffers{0}, states{0}, attentions{0}, plans{0}, page_lists{0};
+    std::atomic<uint64_t> devices{0}, buffers{0}, states{0}, attentions{0}, plans{0}, page_lists{0}, rings{0};
 };
 extern LiveCounts live_counts;
 

@@ -76,8 +76,8 @@ uint32_t ferrum_abi_version(void) {
 
 void ferrum_debug_counts(ferrum_counts *out_counts) {
     if (!out_counts) return;
-    *out_counts = {live_counts.devices,    live_counts.buffers, live_counts.states,
-                   live_counts.attentions, live_counts.plans,   live_counts.page_lists};
+    *out_counts = {live_counts.devices, live_counts.buffers,    live_counts.states, live_counts.attentions,
+                   live_counts.plans,   live_counts.page_lists, live_counts.rings};
 }
 
 int32_t ferrum_device_new(const char *name, const ferrum_device_options *options, ferrum_device **out_device) {

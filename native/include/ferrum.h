@@ -4,9 +4,10 @@
  * -----------
  * Handles are opaque and reference-counted. A function that returns a handle through `out_…` gives one reference to the
  * caller; `ferrum_<noun>_release` takes the variable that holds it, gives the reference back and sets the variable to
- * NULL. A variable that is NULL already, or no variable, is fine: so an owner can be made before the call that fills it. Every function is thread-safe. None aborts, prints or
- * throws: each returns a status, and on failure leaves every handle, page and output as it was;
- * `ferrum_last_error()` then says which argument was wrong, what was expected and what was found.
+ * NULL. A variable that is NULL already, or no variable, is fine: so an owner can be made before the call that fills
+ * it. Every function is thread-safe. None aborts, prints or throws: each returns a status, and on failure leaves every
+ * handle, page and output as it was; `ferrum_last_error()` then says which argument was wrong, what was expected and
+ * what was found.
  *
  * Tensors are row-major and contiguous. Shapes are in elements, sizes and offsets in bytes, positions in tokens from
  * the sequence's start. `format` is a GGML type number: 0 float32, 1 float16, 30 bfloat16, 26 int32, and the block
@@ -29,7 +30,7 @@ extern "C" {
 #endif
 
 /* Changes whenever a declaration below does. A binding refuses a library with another number. */
-enum { FERRUM_ABI_VERSION = 3 };
+enum { FERRUM_ABI_VERSION = 4 };
 
 /* Status codes. */
 enum {
@@ -63,7 +64,8 @@ typedef struct ferrum_device ferrum_device;       /* a device, its kernels and i
 typedef struct ferrum_buffer ferrum_buffer;       /* bytes on a device */
 typedef struct ferrum_state ferrum_state;         /* immutable keys and values of a sequence: pages and a length */
 typedef struct ferrum_attention ferrum_attention; /* a validated attention configuration with its rotary table */
-typedef struct ferrum_plan ferrum_plan;           /* what a call will dispatch, as data */
+typedef struct ferrum_ring ferrum_ring; /* immutable DFlash 2 context of up to four lanes: pages and positions */
+typedef struct ferrum_plan ferrum_plan; /* what a call will dispatch, as data */
 
 typedef struct ferrum_tensor {
     ferrum_buffer *buffer; /* NULL: absent (optional arguments only) */
@@ -92,6 +94,7 @@ typedef struct ferrum_counts {
     uint64_t attentions;
     uint64_t plans;
     uint64_t page_lists;
+    uint64_t rings;
 } ferrum_counts;
 void ferrum_debug_counts(ferrum_counts *out_counts);
 
@@ -238,10 +241,12 @@ void ferrum_attention_release(ferrum_attention **attention);
  * sequences. `form` FERRUM_FORM_PACKED: `xs` is one tensor [sum of tokens, hidden], rows in participants' order, and
  * `out_ys` one buffer; else `xs` holds one tensor [tokens[i], hidden] per participant and `out_ys` one buffer each.
  * x is float16 or float32 (the float32-master op); y has its format. `out_states[i]` is states[i] with tokens[i] more
- * tokens; the arrays hold the variables to be filled. The same state may appear twice. Nothing is returned unless everything succeeds. */
+ * tokens; the arrays hold the variables to be filled. The same state may appear twice. Nothing is returned unless
+ * everything succeeds. */
 int32_t ferrum_causal_attention(ferrum_attention *attention, const ferrum_attention_weights *weights, uint32_t form,
                                 uint32_t participants, ferrum_state *const *states, const uint64_t *tokens,
-                                const ferrum_tensor *xs, ferrum_state **const *out_states, ferrum_buffer **const *out_ys);
+                                const ferrum_tensor *xs, ferrum_state **const *out_states,
+                                ferrum_buffer **const *out_ys);
 
 /* ---- Plans ------------------------------------------------------------------------------------------------------ */
 
@@ -345,6 +350,80 @@ int32_t ferrum_argmax(ferrum_device *device, const ferrum_tensor *x, ferrum_buff
  * k at most FERRUM_MAX_TOP_K and the width. */
 int32_t ferrum_top_k(ferrum_device *device, const ferrum_tensor *x, uint32_t k, ferrum_buffer **out_indices,
                      ferrum_buffer **out_values);
+
+/* ---- DFlash 2 --------------------------------------------------------------------------------------------------- */
+/* A ring holds the last `window` tokens' keys and values of a draft model's context, lane by lane, in pages of the
+ * arena. It is immutable: a commit gives a new one, which shares every page that no new token lies on. B: lanes, H and
+ * Hk: query and key heads, D: head_dim, R: rows of a block, W: window. ferrum_kernels.h says what each kernel computes.
+ */
+
+typedef struct ferrum_ring_summary {
+    uint64_t lengths[4];         /* FERRUM_DFLASH2_MAX_LANES; tokens committed to a lane so far */
+    uint32_t write_positions[4]; /* the slot that a lane's next token takes */
+    uint32_t lanes;
+    uint32_t window;
+    uint32_t key_value_heads;
+    uint32_t head_dim;
+    uint32_t slots_per_page;
+    uint32_t pages; /* that this ring shows */
+} ferrum_ring_summary;
+
+/* An empty ring; holds no page. lanes 1…4, head_dim 64, 128 or 256, window at least 3. */
+int32_t ferrum_ring_new(ferrum_device *device, uint32_t lanes, uint32_t window, uint32_t key_value_heads,
+                        uint32_t head_dim, ferrum_ring **out_ring);
+
+void ferrum_ring_release(ferrum_ring **ring);
+
+int32_t ferrum_ring_describe(ferrum_ring *ring, ferrum_ring_summary *out_summary);
+
+/* An empty ring's twin with `keys` and `values`, f32 [B, W, Hk, D] by slot, as if lengths[b] tokens had been committed
+ * to lane b and the next one were due at write_positions[b]. */
+int32_t ferrum_ring_load(ferrum_ring *ring, const ferrum_tensor *keys, const ferrum_tensor *values,
+                         const uint64_t *lengths, const uint32_t *write_positions, ferrum_ring **out_ring);
+
+/* keys and values by slot, bf16 [B, Hk, W, D]; zero in a slot that no token was committed to. */
+int32_t ferrum_ring_read(ferrum_ring *ring, ferrum_buffer **out_keys, ferrum_buffer **out_values);
+
+/* A ring with the first counts[b] of the C tokens of `keys` and `values`, f32 [B, C, Hk, D], behind lane b. C at most
+ * 16 and less than W, counts[b] at most C. Copies the pages that these tokens lie on. Errors: FERRUM_OUT_OF_PAGES. */
+int32_t ferrum_dflash2_commit(ferrum_ring *ring, const ferrum_tensor *keys, const ferrum_tensor *values,
+                              const uint32_t *counts, ferrum_ring **out_ring);
+
+/* [block | ring, newest first]: packed queries bf16 [B, H, R, D], keys and values bf16 [B, Hk, W - 1 + R, D], from
+ * f32 [B, R, H, D] and [B, R, Hk, D]. R 2…16 and less than W. */
+int32_t ferrum_dflash2_pack(ferrum_ring *ring, const ferrum_tensor *queries, const ferrum_tensor *keys,
+                            const ferrum_tensor *values, ferrum_buffer **out_queries, ferrum_buffer **out_keys,
+                            ferrum_buffer **out_values);
+
+/* bf16 [B, query_heads, rows, W - 1 + rows]: 0 where a row sees a packed column, -infinity elsewhere. */
+int32_t ferrum_dflash2_mask(ferrum_ring *ring, uint32_t rows, uint32_t query_heads, ferrum_buffer **out_mask);
+
+/* f32 [lanes * rows, width]: `hidden` with every row of a lane but its first replaced by `embedding`, bf16 [width]. */
+int32_t ferrum_dflash2_mask_rows(ferrum_device *device, const ferrum_tensor *hidden, const ferrum_tensor *embedding,
+                                 uint32_t lanes, uint32_t rows, ferrum_buffer **out_hidden);
+
+/* f16 [B * R, H * D] = softmax(queries keys^T / sqrt(D) + mask) values, of packed arrays. */
+int32_t ferrum_dflash2_attention(ferrum_device *device, const ferrum_tensor *queries, const ferrum_tensor *keys,
+                                 const ferrum_tensor *values, const ferrum_tensor *mask, ferrum_buffer **out_context);
+
+/* f16 [T, width]: grouped dynamic causal convolution within blocks of `rows` rows; x f16 [T, width], base f32
+ * [2, taps, width], dynamic f32 [T, 2 * taps * groups]; side 0 (prepare) or 1 (finish). */
+int32_t ferrum_dflash2_conv(ferrum_device *device, const ferrum_tensor *x, const ferrum_tensor *base,
+                            const ferrum_tensor *dynamic, uint32_t side, uint32_t rows, ferrum_buffer **out_y);
+
+/* f32 [T, heads, D]: per-head RMS norm with `norm` [D] (NULL: none), then rotation of the halves of a head by
+ * angles f32 [T, D / 2, 2] (cos, sin); x f32 [T, heads * D]. */
+int32_t ferrum_dflash2_heads(ferrum_device *device, const ferrum_tensor *x, const ferrum_tensor *norm,
+                             const ferrum_tensor *angles, float epsilon, ferrum_buffer **out_y);
+
+/* The candidate selector's walk over S steps: tokens i32 [B, S] and probabilities f32 [B, S, k] over `ids` i32 [B, S,
+ * k] with `scores` f32 [B, S, k], `hidden` f32 [B, S, r], rows of the codebooks `predecessors` f32 [B, 1 + (S - 1) k,
+ * r] (the anchor's, then the candidates' of every step but the last) and `successors` f32 [B, S k, r]. temperature 0
+ * takes the best; else `uniforms` f32 [B, S] in [0, 1) draw. */
+int32_t ferrum_dflash2_select(ferrum_device *device, const ferrum_tensor *ids, const ferrum_tensor *scores,
+                              const ferrum_tensor *hidden, const ferrum_tensor *predecessors,
+                              const ferrum_tensor *successors, const ferrum_tensor *uniforms, float temperature,
+                              ferrum_buffer **out_tokens, ferrum_buffer **out_probabilities);
 
 #if defined(__GNUC__)
 #pragma GCC visibility pop

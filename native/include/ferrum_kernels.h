@@ -30,7 +30,11 @@ enum {
     FERRUM_ATTENTION_TILE_TOKENS = 32, /* query tokens of a prefill threadgroup, 8 a SIMD-group */
     FERRUM_LINEAR_VECTOR_OUTPUTS = 8,  /* outputs of a threadgroup of two SIMD-groups */
     FERRUM_LINEAR_TILE_ROWS = 32,
-    FERRUM_LINEAR_TILE_OUTPUTS = 64 /* of a threadgroup of four SIMD-groups */
+    FERRUM_LINEAR_TILE_OUTPUTS = 64, /* of a threadgroup of four SIMD-groups */
+    FERRUM_DFLASH2_MAX_LANES = 4,
+    FERRUM_DFLASH2_MAX_ROWS = 16, /* of a block; FERRUM_FEW_ROWS, so that verification is one call */
+    FERRUM_DFLASH2_MAX_TAPS = 8,
+    FERRUM_DFLASH2_MAX_CANDIDATES = 64
 };
 
 /* Weight and array formats: X(NAME, name, id, elements per block, bytes per block). Ids are GGML's type numbers. */
@@ -71,6 +75,15 @@ enum { FERRUM_FORMAT_I32 = 26 };
     X(kv_append_f16)                        \
     X(kv_gather_f16)                        \
     X(kv_copy_f16)                          \
+    X(dflash2_pack_bf16)                    \
+    X(dflash2_mask_bf16)                    \
+    X(dflash2_commit_bf16)                  \
+    X(dflash2_gather_bf16)                  \
+    X(dflash2_mask_rows_f32)                \
+    X(dflash2_attention_bf16)               \
+    X(dflash2_conv_f16)                     \
+    X(dflash2_heads_f32)                    \
+    X(dflash2_select_f32)                   \
     FERRUM_FORMAT_KERNELS(X, linear_vector) \
     FERRUM_FORMAT_KERNELS(X, linear_rows)   \
     FERRUM_FORMAT_KERNELS(X, linear_tiles)  \
@@ -226,5 +239,153 @@ typedef struct ferrum_kv_params {
     uint32_t tokens_per_page;
     uint32_t pad;
 } ferrum_kv_params;
+
+/* dflash2_pack, _mask, _commit, _gather: a ring is `lanes` times `window` slots, slot s of lane b being number
+ * b * window + s. `slots_per_page` of them lie in a page: [key_value_head][keys | values][slot of the page][dim],
+ * bfloat16; ferrum_kv_layout.h has the offsets. A lane table holds two u32 a lane. Indices below are row-major. pack
+ * packed_query[b, h, r] = query[b, r, h]; packed columns [0, rows) are the block's, column rows + j is slot (write
+ * position + window - 1 - j) % window where j < min(length, window - 1), else zero. Lane table: length, write position.
+ * One threadgroup a column (x) and lane and key head (y): also the query row of that number, of every head of the group
+ *   mask    0 where column c < rows, or j = c - rows < min(length, window - 1) and r + 1 + j < window; else -infinity.
+ *           x: columns by 256; y: lane, head and row. Lane table as in pack
+ *   commit  pages: u64 [touched][3], source (0: none), target and number of a page. Slot s of lane b takes row
+ *           i = (s + window - write position) % window of the new keys where i < count, else the source's bits if there
+ *           is a source. Lane table: count, write position. x: slot of the page; y: touched page. `rows`: of a lane of
+ *           the new keys
+ *   gather  keys and values by slot [lanes, key_value_heads, window, head_dim]; zero in a slot never written. Lane
+ *           table as in pack. x: slot; y: lane and key head
+ * float32 becomes bfloat16 to nearest even; NaN stays NaN. */
+enum {
+    FERRUM_DFLASH2_PACK_QUERY,        /* f32 [lanes, rows, query_heads, head_dim] */
+    FERRUM_DFLASH2_PACK_KEY,          /* f32 [lanes, rows, key_value_heads, head_dim] */
+    FERRUM_DFLASH2_PACK_VALUE,        /* the same */
+    FERRUM_DFLASH2_PACK_PAGES,        /* u64 [pages]; 0: a page with no slot written yet */
+    FERRUM_DFLASH2_PACK_LANES,        /* u32 [lanes, 2] */
+    FERRUM_DFLASH2_PACK_PACKED_QUERY, /* bf16 [lanes, query_heads, rows, head_dim] */
+    FERRUM_DFLASH2_PACK_PACKED_KEY,   /* bf16 [lanes, key_value_heads, columns, head_dim] */
+    FERRUM_DFLASH2_PACK_PACKED_VALUE, /* the same */
+    FERRUM_DFLASH2_PACK_PARAMS
+};
+enum { FERRUM_DFLASH2_MASK_LANES, FERRUM_DFLASH2_MASK_Y, FERRUM_DFLASH2_MASK_PARAMS }; /* bf16 [B, H, rows, columns] */
+enum {
+    FERRUM_DFLASH2_COMMIT_KEY,   /* f32 [lanes, rows, key_value_heads, head_dim] */
+    FERRUM_DFLASH2_COMMIT_VALUE, /* the same */
+    FERRUM_DFLASH2_COMMIT_PAGES,
+    FERRUM_DFLASH2_COMMIT_LANES,
+    FERRUM_DFLASH2_COMMIT_PARAMS
+};
+enum {
+    FERRUM_DFLASH2_GATHER_PAGES,
+    FERRUM_DFLASH2_GATHER_LANES,
+    FERRUM_DFLASH2_GATHER_KEY,
+    FERRUM_DFLASH2_GATHER_VALUE,
+    FERRUM_DFLASH2_GATHER_PARAMS
+};
+typedef struct ferrum_dflash2_params {
+    uint32_t lanes;
+    uint32_t query_heads;
+    uint32_t key_value_heads;
+    uint32_t head_dim;
+    uint32_t rows;
+    uint32_t window;
+    uint32_t columns; /* window - 1 + rows */
+    uint32_t slots_per_page;
+} ferrum_dflash2_params;
+
+/* dflash2_mask_rows_f32: y = hidden, but every row of a lane after its first is the embedding. x: width by 256; y: row
+ */
+enum {
+    FERRUM_DFLASH2_MASK_ROWS_HIDDEN,    /* f32 [lanes * rows, width] */
+    FERRUM_DFLASH2_MASK_ROWS_EMBEDDING, /* bf16 [width] */
+    FERRUM_DFLASH2_MASK_ROWS_Y,
+    FERRUM_DFLASH2_MASK_ROWS_PARAMS
+};
+typedef struct ferrum_dflash2_mask_rows_params {
+    uint32_t lanes;
+    uint32_t rows;
+    uint32_t width;
+    uint32_t pad;
+} ferrum_dflash2_mask_rows_params;
+
+/* dflash2_attention_bf16: context[b, r, h] = softmax(scale * query keys^T + mask) values. Columns masked with -infinity
+ * are not read. Sums float32 over columns in order. x: row; y: lane and head */
+enum {
+    FERRUM_DFLASH2_ATTENTION_QUERY, /* bf16 [lanes, query_heads, rows, head_dim] */
+    FERRUM_DFLASH2_ATTENTION_KEY,   /* bf16 [lanes, key_value_heads, columns, head_dim] */
+    FERRUM_DFLASH2_ATTENTION_VALUE, /* the same */
+    FERRUM_DFLASH2_ATTENTION_MASK,  /* bf16 [lanes, query_heads, rows, columns] */
+    FERRUM_DFLASH2_ATTENTION_Y,     /* f16 [lanes * rows, query_heads * head_dim] */
+    FERRUM_DFLASH2_ATTENTION_PARAMS
+};
+typedef struct ferrum_dflash2_attention_params {
+    uint32_t lanes;
+    uint32_t query_heads;
+    uint32_t key_value_heads;
+    uint32_t head_dim;
+    uint32_t rows;
+    uint32_t columns;
+    float scale;
+    uint32_t pad;
+} ferrum_dflash2_attention_params;
+
+/* dflash2_conv_f16: y[t, c] = sum over taps of (base[side, tap, c] + dynamic[t, side, tap, c / (width / groups)]) *
+ * x[t - tap, c], where row t - tap is of the same block of `block` rows. Sums float32, tap 0 first. x: width by 256;
+ * y: row */
+enum {
+    FERRUM_DFLASH2_CONV_X,       /* f16 [rows, width] */
+    FERRUM_DFLASH2_CONV_BASE,    /* f32 [2, taps, width] */
+    FERRUM_DFLASH2_CONV_DYNAMIC, /* f32 [rows, 2 * taps * groups] */
+    FERRUM_DFLASH2_CONV_Y,       /* f16 [rows, width] */
+    FERRUM_DFLASH2_CONV_PARAMS
+};
+typedef struct ferrum_dflash2_conv_params {
+    uint32_t rows;
+    uint32_t block;
+    uint32_t width;
+    uint32_t taps;
+    uint32_t groups;
+    uint32_t side;
+} ferrum_dflash2_conv_params;
+
+/* dflash2_heads_f32: per-head RMS norm (FERRUM_CONSTANT_QUERY_NORM: a weight is bound, _QUERY_NORM_F32: it is float32),
+ * then pairs (i, i + head_dim / 2) turned by (cos, sin) = angles[row, i]. x: head; y: row */
+enum {
+    FERRUM_DFLASH2_HEADS_X,      /* f32 [rows, heads * head_dim] */
+    FERRUM_DFLASH2_HEADS_NORM,   /* [head_dim] */
+    FERRUM_DFLASH2_HEADS_ANGLES, /* f32 [rows, head_dim / 2, 2] */
+    FERRUM_DFLASH2_HEADS_Y,      /* f32 [rows, heads, head_dim] */
+    FERRUM_DFLASH2_HEADS_PARAMS
+};
+typedef struct ferrum_dflash2_heads_params {
+    uint32_t rows;
+    uint32_t heads;
+    uint32_t head_dim;
+    float epsilon;
+} ferrum_dflash2_heads_params;
+
+/* dflash2_select_f32: a walk over steps t: scores[i] = values[b, t, i] + sum over the rank of previous * hidden[b, t] *
+ * successors[b, t, i]; previous is row 0 of the lane's predecessors, then row 1 + t * candidates + (choice of step t).
+ * temperature 0: the choice is the largest score, the first of equals, and its probability 1. Else probabilities are
+ * softmax(scores / temperature), and the choice the first whose running sum passes uniform * total. One threadgroup a
+ * lane (x) */
+enum {
+    FERRUM_DFLASH2_SELECT_IDS,           /* i32 [lanes, steps, candidates] */
+    FERRUM_DFLASH2_SELECT_VALUES,        /* f32, the same */
+    FERRUM_DFLASH2_SELECT_HIDDEN,        /* f32 [lanes, steps, rank] */
+    FERRUM_DFLASH2_SELECT_PREDECESSORS,  /* f32 [lanes, 1 + (steps - 1) * candidates, rank] */
+    FERRUM_DFLASH2_SELECT_SUCCESSORS,    /* f32 [lanes, steps, candidates, rank] */
+    FERRUM_DFLASH2_SELECT_UNIFORMS,      /* f32 [lanes, steps]; not bound where temperature is 0 */
+    FERRUM_DFLASH2_SELECT_TOKENS,        /* i32 [lanes, steps] */
+    FERRUM_DFLASH2_SELECT_PROBABILITIES, /* f32 [lanes, steps, candidates] */
+    FERRUM_DFLASH2_SELECT_PARAMS
+};
+typedef struct ferrum_dflash2_select_params {
+    uint32_t lanes;
+    uint32_t steps;
+    uint32_t candidates;
+    uint32_t rank;
+    float temperature;
+    uint32_t pad;
+} ferrum_dflash2_select_params;
 
 #endif

@@ -43,4 +43,10 @@ static inline uint32_t ferrum_partial_stride(uint32_t head_dim) {
     return (head_dim + 15u) / 16u * 16u + 16u;
 }
 
+/* Offset, in elements from the start of a ring's page, of dim 0 of a slot of the page; `which` 0: keys, 1: values. */
+static inline uint32_t ferrum_ring_slot(uint32_t slots_per_page, uint32_t head_dim, uint32_t head, uint32_t which,
+                                        uint32_t slot) {
+    return ((head * 2u + which) * slots_per_page + slot) * head_dim;
+}
+
 #endif

@@ -1,0 +1,72 @@
+// What the operations of a single launch share: checks of arguments, a new output, the launch.
+#pragma once
+
+#include "arena.h"
+#include "launch.h"
+
+namespace ferrum {
+
+constexpr uint64_t kMaxRows = uint64_t(1) << 31;
+
+class Operation {
+   public:
+    Operation(const char *op, ferrum_device *device)
+        : op_(op), device_(reinterpret_cast<Device *>(required(device, "device"))) {
+        device_->check_usable(op);
+    }
+    Device *device() const { return device_; }
+
+    // A checked tensor argument, bound as a resource.
+    const ferrum_tensor &argument(const char *name, const ferrum_tensor *tensor,
+                                  std::initializer_list<uint32_t> formats, uint32_t rank) {
+        const ferrum_tensor &t = *required(tensor, name);
+        if (formats.size()) check_format({op_, name}, t, formats);
+        check_rank({op_, name}, t, rank);
+        check_storage({op_, name}, device_, t);
+        if (rank && t.shape[0] >= kMaxRows)
+            fail(FERRUM_INVALID_ARGUMENT, "[%s] %s: expected fewer than 2^31 rows, got %llu", op_, name,
+                 (unsigned long long)t.shape[0]);
+        if (rank > 1) checked_u32({op_, name}, t.shape[1]);
+        return t;
+    }
+
+    Operand bind(const ferrum_tensor &t) { return bind(reinterpret_cast<Buffer *>(t.buffer), t.offset); }
+    Operand bind(Buffer *buffer, uint64_t offset = 0) {
+        work_.keep.push_back(Ref<Buffer>::share(buffer));
+        return {work_.add(buffer, offset), 0};
+    }
+
+    void keep(RefCounted *object) { work_.keep.push_back(Ref<RefCounted>::share(object)); }
+
+    Ref<Buffer> output(uint64_t rows, uint64_t width, uint64_t element_bytes) {
+        return device_->allocate(checked_multiply(checked_multiply(rows, width, op_), element_bytes, op_));
+    }
+
+    // An empty input makes an empty output and no launch.
+    void submit(const Launch &launch, uint64_t elements) {
+        if (elements == 0) return;
+        work_.launches.push_back(launch);
+        device_->submit(std::move(work_));
+    }
+
+    void check_indices(const char *name, const ferrum_tensor &t, uint64_t limit) {
+        auto *buffer = reinterpret_cast<Buffer *>(t.buffer);
+        device_->wait();
+        const auto *values = reinterpret_cast<const int32_t *>(static_cast<uint8_t *>(buffer->host()) + t.offset);
+        for (uint64_t i = 0; i < t.shape[0]; i++)
+            if (values[i] < 0 || uint64_t(values[i]) >= limit)
+                fail(FERRUM_INVALID_ARGUMENT, "[%s] %s: expected 0…%llu, got %d at position %llu", op_, name,
+                     (unsigned long long)(limit - 1), values[i], (unsigned long long)i);
+    }
+
+   private:
+    const char *op_;
+    Device *device_;
+    Submission work_;
+};
+
+inline void give(Ref<Buffer> buffer, ferrum_buffer **out) {
+    *out = reinterpret_cast<ferrum_buffer *>(buffer.detach());
+}
+
+}  // namespace ferrum
