@@ -31,9 +31,11 @@ from pyferrum.errors import (
 from pyferrum.formats import bfloat16
 from pyferrum.generate import GenerationResponse, generate
 from pyferrum.models import Model, ModelState, load
+from pyferrum.models.draft import DraftModel, Proposal, load_draft
 from pyferrum.ops import argmax, cross_entropy, embed, linear, residual_add, rms_norm, swiglu, top_k
 from pyferrum.plan import Plan, plan_attention
 from pyferrum.ring import DFlash2Ring, init_dflash2_ring, load_dflash2_ring
+from pyferrum.speculative import SpeculativeResponse, speculative_generate, speculative_generate_batch
 from pyferrum.state import KVState, init_state, load_state
 from pyferrum.weights import AttentionWeights, BlockArray, block_array
 
@@ -48,6 +50,7 @@ __all__ = [
     "DFlash2Ring",
     "Device",
     "DeviceError",
+    "DraftModel",
     "FerrumError",
     "GenerationResponse",
     "InvalidArgument",
@@ -56,7 +59,9 @@ __all__ = [
     "ModelState",
     "OutOfPages",
     "Plan",
+    "Proposal",
     "Ragged",
+    "SpeculativeResponse",
     "StateError",
     "UnsupportedError",
     "arena_stats",
@@ -85,12 +90,15 @@ __all__ = [
     "linear",
     "load",
     "load_dflash2_ring",
+    "load_draft",
     "load_state",
     "plan_attention",
     "random",
     "residual_add",
     "rms_norm",
     "rope",
+    "speculative_generate",
+    "speculative_generate_batch",
     "swiglu",
     "top_k",
 ]

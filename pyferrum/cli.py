@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -48,16 +48,15 @@ def run(arguments: argparse.Namespace) -> None:
     if not arguments.ignore_chat_template and model.tokenizer.chat_template is not None:
         system = [{"role": "system", "content": arguments.system_prompt}] if arguments.system_prompt else []
         prompt = [*system, {"role": "user", "content": prompt}]
-    steps = pf.generate(
-        model,
-        prompt,
-        max_tokens=arguments.max_tokens,
-        temp=arguments.temp,
-        top_p=arguments.top_p,
-        top_k=arguments.top_k,
-        min_p=arguments.min_p,
-        key=arguments.seed,
-    )
+    options = {name: getattr(arguments, name) for name in ("max_tokens", "top_p", "top_k", "min_p")}
+    options["key"] = arguments.seed
+    steps: Iterator[pf.GenerationResponse]
+    if arguments.draft_model is None:
+        steps = pf.generate(model, prompt, temp=arguments.temp, **options)
+    else:
+        drafter = pf.load_draft(arguments.draft_model, model)
+        block = arguments.num_draft_tokens and arguments.num_draft_tokens + 1
+        steps = pf.speculative_generate(model, drafter, prompt, block=block, temperature=arguments.temp, **options)
     text, last = "", None
     for last in steps:
         text += last.text
@@ -67,6 +66,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         fields = ("prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "peak_memory")
         result = {name: getattr(last, name) for name in fields}
+        if isinstance(last, pf.SpeculativeResponse):
+            result["accepted_histogram"] = last.histogram
         print(json.dumps({"text": text, **result, "finish_reason": last.finish_reason}))
         return
     print()
@@ -75,6 +76,13 @@ def run(arguments: argparse.Namespace) -> None:
         f"{last.generation_tps:.1f} tokens/s; peak memory {last.peak_memory:.2f} GB]",
         file=sys.stderr,
     )
+    if isinstance(last, pf.SpeculativeResponse) and last.histogram:
+        rounds = sum(last.histogram.values())
+        mean = sum(accepted * count for accepted, count in last.histogram.items()) / rounds
+        print(
+            f"[{rounds} rounds, {mean:.2f} drafts accepted in each: {dict(sorted(last.histogram.items()))}]",
+            file=sys.stderr,
+        )
 
 
 def evaluate(arguments: argparse.Namespace) -> None:
@@ -189,6 +197,8 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--top-k", type=int, default=0)
     command.add_argument("--min-p", type=float, default=0.0)
     command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--draft-model", type=Path, help="a DFlash or DFlash 2 draft model: the same text, sooner")
+    command.add_argument("--num-draft-tokens", type=int, help="proposed at a time; as trained if not given")
 
     command = add("eval", evaluate)
     command.add_argument("--text", help="a UTF-8 file; without it, a text that ships with pyferrum")

@@ -22,6 +22,8 @@ from pyferrum.ring import DFlash2Ring, per_lane, whole
 from pyferrum.weights import as_weight
 
 MAX_LANES = _native.constant("FERRUM_DFLASH2_MAX_LANES")
+MAX_ROWS = _native.constant("FERRUM_DFLASH2_MAX_ROWS")
+"""Of a block."""
 
 
 def dflash2_pack(

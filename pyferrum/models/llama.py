@@ -81,6 +81,7 @@ def forward(
     *,
     dtype: DTypeLike = np.float32,
     ops: ModuleType = pyferrum,
+    taps: dict[int, Any] | None = None,
 ) -> tuple[list[tuple[Any, ...]], Any]:
     """Run new tokens of n sequences through every layer and the final norm.
 
@@ -91,6 +92,8 @@ def forward(
         tokens: for each sequence, its new tokens, int32 [tokens].
         dtype: of the residual stream: float32 or float16.
         ops: `pyferrum` or `pyferrum.reference`.
+        taps: its keys are layers, counted from 0; the residual stream behind each of them, [sum of tokens, hidden] in
+            `dtype`, becomes its value.
 
     Returns:
         (states in the form they came in, normed hidden states float16 [sum of tokens, hidden]).
@@ -106,6 +109,8 @@ def forward(
             group, x = ops.causal_attention([state[index] for state in states], Ragged(x, lengths), layer.attention)
             new.append(group)
         x = mlp(x, layer, epsilon=config.attention.epsilon, ops=ops)
+        if taps is not None and index in taps:
+            taps[index] = x
     by_sequence = [tuple(layer[i] for layer in new) for i in range(len(tokens))]
     return by_sequence, ops.rms_norm(x, params.norm, epsilon=config.attention.epsilon)
 

@@ -64,6 +64,10 @@ class TensorLoader:
         dtype = np.float16 if stored.format == "F16" else np.float32
         return self._copy(stored.dequantize(), dtype)
 
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Array:
+        """A small tensor of any rank, float32."""
+        return self._copy(self._stored(name, shape).dequantize(), np.float32)
+
     def finish(self, strict: bool) -> None:
         """Report what was expanded, and tensors nobody asked for: an INFO line, or an error if `strict`."""
         if self._expanded:

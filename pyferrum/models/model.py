@@ -99,7 +99,13 @@ class Model:
 
     @overload
     def forward(
-        self, state: ModelState, tokens: Tokens, *, last_only: bool = False, chunk: int = PREFILL_CHUNK
+        self,
+        state: ModelState,
+        tokens: Tokens,
+        *,
+        last_only: bool = False,
+        chunk: int = PREFILL_CHUNK,
+        taps: dict[int, Any] | None = None,
     ) -> tuple[ModelState, Array]: ...
     @overload
     def forward(
@@ -109,8 +115,17 @@ class Model:
         *,
         last_only: bool = False,
         chunk: int = PREFILL_CHUNK,
+        taps: dict[int, Any] | None = None,
     ) -> tuple[list[ModelState], list[Array]]: ...
-    def forward(self, state: Any, tokens: Any, *, last_only: bool = False, chunk: int = PREFILL_CHUNK) -> Any:
+    def forward(
+        self,
+        state: Any,
+        tokens: Any,
+        *,
+        last_only: bool = False,
+        chunk: int = PREFILL_CHUNK,
+        taps: dict[int, Any] | None = None,
+    ) -> Any:
         """Extend a sequence and score what comes next.
 
         Args:
@@ -118,6 +133,9 @@ class Model:
             tokens: the new tokens, or a list of such. At least one each.
             last_only: logits of the last token only.
             chunk: tokens of a sequence per pass through the layers.
+            taps: its keys are layers, counted from 0: the residual stream behind each of them becomes its value, an
+                array [tokens, hidden] in the model's dtype (a list of these for a list of states). In one pass with
+                the logits, so the tokens may be no more than `chunk`.
 
         Returns:
             (state, logits float32 [tokens, vocabulary] — [1, vocabulary] with `last_only`), or two lists of these.
@@ -134,12 +152,19 @@ class Model:
             raise InvalidArgument(f"tokens: expected one list per state, got {len(batch)} for {len(states)}")
         if chunk < 1:
             raise InvalidArgument(f"chunk: expected at least 1, got {chunk}")
+        for layer in taps or ():
+            if not 0 <= layer < self.config.layers:
+                raise InvalidArgument(f"taps: expected layers 0…{self.config.layers - 1}, got {layer}")
+        if taps is not None and max(len(t) for t in batch) > chunk:
+            raise InvalidArgument(f"taps: expected at most chunk={chunk} tokens, got {max(len(t) for t in batch)}")
         current = [s.layers for s in states]
         parts: list[list[Array]] = [[] for _ in batch]
         for start in range(0, max(len(t) for t in batch), chunk):
             active = [i for i, t in enumerate(batch) if start < len(t)]
             rows = [batch[i][start : start + chunk] for i in active]
-            new, hidden = llama.forward(self.params, self.config, [current[i] for i in active], rows, dtype=self.dtype)
+            new, hidden = llama.forward(
+                self.params, self.config, [current[i] for i in active], rows, dtype=self.dtype, taps=taps
+            )
             at = 0
             for i, layers, row in zip(active, new, rows, strict=True):
                 current[i] = layers
@@ -148,6 +173,11 @@ class Model:
                     parts[i].append(hidden[at - len(row) : at])
                 elif start + chunk >= len(batch[i]):
                     parts[i].append(hidden[at - 1 : at])
+        for layer in taps or {}:
+            assert taps is not None
+            ends = np.cumsum([len(t) for t in batch]).tolist()
+            parts_of = [taps[layer][begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+            taps[layer] = parts_of[0] if one else parts_of
         results = [ModelState(layers) for layers in current]
         scores = self._logits(parts)
         return (results[0], scores[0]) if one else (results, scores)

@@ -18,6 +18,7 @@ from pyferrum.reference.dflash2 import (
     dflash2_pack,
     dflash2_select,
     init_dflash2_ring,
+    load_dflash2_ring,
 )
 from pyferrum.reference.ops import (
     argmax,
@@ -49,6 +50,7 @@ __all__ = [
     "init_dflash2_ring",
     "init_state",
     "linear",
+    "load_dflash2_ring",
     "residual_add",
     "rms_norm",
     "swiglu",

@@ -61,6 +61,11 @@ def init_dflash2_ring(lanes: int, window: int, key_value_heads: int, head_dim: i
     return DFlash2Ring(junk, junk, (0,) * lanes, (0,) * lanes)
 
 
+def load_dflash2_ring(keys: Any, values: Any, lengths: Any, write_positions: Any) -> DFlash2Ring:
+    """A ring from another one's keys and values by slot."""
+    return DFlash2Ring(to_bfloat16(keys), to_bfloat16(values), tuple(lengths), tuple(write_positions))
+
+
 def dflash2_pack(ring: DFlash2Ring, q: Any, k: Any, v: Any) -> tuple[Numbers, Numbers, Numbers]:
     """(q [B, H, R, D], keys [B, Hk, W-1+R, D], values): the block, then the ring from its newest token on."""
     rows, window = np.shape(q)[1], ring.window

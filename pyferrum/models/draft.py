@@ -1,0 +1,190 @@
+"""A loaded draft model beside its target: context in, proposed tokens out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from pyferrum import _random as random
+from pyferrum import dflash2, ops
+from pyferrum.checkpoint import open_gguf, open_safetensors
+from pyferrum.errors import CheckpointError, InvalidArgument, UnsupportedError
+from pyferrum.models import dflash, dflash_files
+from pyferrum.models.loading import TensorLoader
+from pyferrum.models.model import Model
+from pyferrum.sampling import Sampling
+
+logger = logging.getLogger("pyferrum")
+
+
+class Proposal(NamedTuple):
+    """A draft for one lane."""
+
+    tokens: list[int]
+    candidates: np.ndarray[Any, Any]
+    """[tokens, k]: what each token was chosen from."""
+    probabilities: np.ndarray[Any, Any]
+    """[tokens, k]: with which probability each candidate was drawn."""
+
+
+class Drafter(Protocol):
+    """What `speculative_generate` asks of a draft model; its states are immutable."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the target whose residual stream is its context; may be empty."""
+
+    @property
+    def block_size(self) -> int:
+        """Rows of a block it was made for."""
+
+    def init_state(self, lanes: int) -> Any:
+        """Before any context."""
+
+    def extend(self, state: Any, tokens: Sequence[Sequence[int]], features: Sequence[np.ndarray[Any, Any]]) -> Any:
+        """With new tokens of each lane as context, and the target's taps of them [tokens, taps * hidden]."""
+
+    def propose(
+        self, state: Any, anchors: Sequence[int], rows: int, temperature: float, key: random.Key
+    ) -> list[Proposal]:
+        """rows - 1 tokens behind each lane's anchor, which is not part of the context yet."""
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """A DFlash or DFlash 2 draft model beside its target. Made by `load_draft`."""
+
+    config: dflash.DFlashConfig
+    params: dflash.DraftParams
+    target: Model
+    mask_embedding: Any
+    """bfloat16 [hidden], scaled."""
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the target whose residual stream is its context."""
+        return self.config.target_layers
+
+    @property
+    def block_size(self) -> int:
+        """Rows of a block it was trained for."""
+        return self.config.block_size
+
+    def init_state(self, lanes: int = 1) -> dflash.DraftState:
+        """Before any context."""
+        return dflash.init_draft_state(self.config, lanes, device=self.target.device)
+
+    def extend(
+        self, state: dflash.DraftState, tokens: Sequence[Sequence[int]], features: Sequence[np.ndarray[Any, Any]]
+    ) -> dflash.DraftState:
+        """With new context behind each lane; see `dflash.extend`."""
+        if any(len(t) != len(f) for t, f in zip(tokens, features, strict=True)):
+            raise InvalidArgument("features: expected the taps of every token of the context")
+        return dflash.extend(self.params, self.config, state, features)
+
+    def scores(self, state: dflash.DraftState, anchors: Sequence[int], rows: int) -> tuple[Any, Any]:
+        """(hidden states, logits) of every row of a block but the anchors': [B * (rows - 1), …]."""
+        config, embedding = self.config, self.target.params.embedding
+        x = np.asarray(ops.embed(np.repeat(np.asarray(anchors, np.int32), rows), embedding))
+        scaled = x if config.embedding_scale == 1 else x * np.float32(config.embedding_scale)
+        block = dflash2.dflash2_mask_rows(scaled, self.mask_embedding, len(anchors), rows)
+        hidden = dflash.forward(self.params, config, state, block, rows)
+        return dflash.logits(config, hidden, self.target.params.output, len(anchors))
+
+    def propose(
+        self, state: dflash.DraftState, anchors: Sequence[int], rows: int, temperature: float, key: random.Key
+    ) -> list[Proposal]:
+        """rows - 1 tokens behind each lane's anchor: the selector's walk, or each row's own choice without one."""
+        hidden, scores = self.scores(state, anchors, rows)
+        lanes, steps, p = len(anchors), rows - 1, self.params
+        if not self.config.is_second:
+            x = np.asarray(scores).reshape(lanes, steps, -1)
+            return [self._plain(x[lane], temperature, use) for lane, use in enumerate(random.split(key, lanes))]
+        tokens, candidates, q = (
+            np.asarray(a)
+            for a in dflash2.dflash2_select(
+                scores,
+                ops.linear(hidden, p.selector_hidden, dtype=np.float32),
+                anchors,
+                p.predecessor,
+                p.successor,
+                k=self.config.selector_top_k,
+                temperature=temperature,
+                uniforms=random.uniform(key, (lanes, steps)).astype(np.float32) if temperature else None,
+            )
+        )
+        return [Proposal(tokens[lane].tolist(), candidates[lane], q[lane]) for lane in range(lanes)]
+
+    def _plain(self, scores: np.ndarray[Any, Any], temperature: float, key: random.Key) -> Proposal:
+        if temperature == 0:
+            best = np.asarray(ops.argmax(scores))
+            return Proposal(best.tolist(), best[:, None], np.ones((len(best), 1)))
+        q = np.array([Sampling(temperature).probabilities(row) for row in scores])
+        tokens = [random.categorical(use, row) for use, row in zip(random.split(key, len(q)), q, strict=True)]
+        return Proposal(tokens, np.broadcast_to(np.arange(q.shape[1]), q.shape), q)
+
+
+def make_draft(config: dflash.DFlashConfig, params: dflash.DraftParams, target: Model) -> DraftModel:
+    """A draft model from parts, checked against its target.
+
+    Raises:
+        CheckpointError: taps that the target does not have, or a width that does not fit.
+    """
+    source = config.architecture
+    dflash_files.check_targets(source, config.target_layers, target.config.layers)
+    hidden, vocabulary = target.config.hidden_size, target.config.vocabulary
+    for name, value, wanted in (
+        ("hidden_size", config.hidden_size, hidden),
+        ("target_hidden_size", config.target_hidden_size, hidden),
+        ("selector_vocab_size", config.selector_vocabulary or vocabulary, vocabulary),
+    ):
+        if value != wanted:
+            raise CheckpointError(f"{source}: {name}: expected {wanted}, the target's, got {value}")
+    if not 0 <= config.mask_token < vocabulary:
+        raise CheckpointError(f"{source}: mask_token_id: expected 0…{vocabulary - 1}, got {config.mask_token}")
+    if config.block_size < 2:
+        raise CheckpointError(f"{source}: block_size: expected at least 2, got {config.block_size}")
+    logger.info("draft model %s", config)
+    return DraftModel(config, params, target, dflash.mask_embedding(config, target.params.embedding))
+
+
+def load_draft(path: str | PathLike[str], target: Model, *, target_layers: Sequence[int] | None = None) -> DraftModel:
+    """A draft model from a safetensors folder or a GGUF file.
+
+    Args:
+        path: what to load.
+        target: the model it drafts for; it lends embedding and output matrix.
+        target_layers: the tapped layers, counted from 0, in place of the file's: for files that count them otherwise.
+
+    Raises:
+        CheckpointError: damaged files, a tensor too few or too many, settings missing or not the target's.
+        UnsupportedError: an architecture or a variant that is not built.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file or folder")
+    names: Callable[[str], str]
+    try:
+        if path.suffix == ".gguf":
+            file = open_gguf(path)
+            if (architecture := file.get("general.architecture", str)) != "dflash":
+                raise UnsupportedError(f"{path}: architecture {architecture!r} is not a draft model; known: dflash")
+            config = dflash_files.gguf_config(file, target.config.vocabulary, target.config.hidden_size)
+            loader = TensorLoader(file.tensors, file.files, target.device)
+            names = dflash_files.gguf_name
+        else:
+            files = open_safetensors(path)
+            config = dflash_files.hf_config(files, target.config.vocabulary)
+            loader = TensorLoader(files.tensors, files.files, target.device)
+            names = dflash_files.hf_name(files)
+        if target_layers is not None:
+            config = replace(config, target_layers=tuple(int(layer) for layer in target_layers))
+        return make_draft(config, dflash_files.load_params(config, loader, names), target)
+    except InvalidArgument as error:  # sizes from the file that nothing can have
+        raise CheckpointError(f"{path}: {error}") from error
