@@ -320,3 +320,31 @@ def test_select__draws_follow_the_probabilities_it_gives() -> None:
         )
         drawn[tokens.item()] += 1 / 2000
     np.testing.assert_allclose(drawn[np.asarray(ids)[0, 0]], np.asarray(q)[0, 0], atol=1e-3)
+
+
+def test_instruction_sets_and_threads__give_the_same_bits() -> None:
+    g = Geometry(3, 6, 2, 128, 7, 41, 7)
+    results = []
+    for name, threads in (("", 1), ("", 3), ("portable", 2), ("avx2", 2)):
+        try:
+            device = pf.Device(instruction_set=name, threads=threads, arena_bytes=1 << 22)
+        except pf.DeviceError:
+            continue
+        rng = np.random.default_rng(5)
+        ring = pf.init_dflash2_ring(g.lanes, g.window, g.key_value_heads, g.head_dim, device=device)
+        for counts in ([7, 0, 3], [7, 7, 7], [1, 6, 7]):
+            ring = pf.dflash2_commit(ring, *g.context(rng), counts)
+        packed = pf.dflash2_pack(ring, *g.block(rng))
+        context = pf.dflash2_attention(*packed, pf.dflash2_mask(ring, g.rows, g.heads))
+        base, dynamic = (rng.standard_normal(s).astype(np.float32) for s in ((2, 2, 768), (21, 4 * 48)))
+        mixed = pf.dflash2_conv(context, base, dynamic, side=0, rows=7)
+        angles = rng.standard_normal((21, 64, 2)).astype(np.float32)
+        x = pf.array(rng.standard_normal((21, 768)).astype(np.float32), device=device)
+        turned = pf.dflash2_heads(x, np.ones(128, np.float32), angles, heads=6, epsilon=1e-6)
+        books = rng.standard_normal((2, 768, 32)).astype(np.float32)
+        hidden = rng.standard_normal((21, 32)).astype(np.float32)
+        uniforms = rng.random((3, 7)).astype(np.float32)
+        chosen = pf.dflash2_select(x, hidden, [1, 2, 3], *books, k=8, temperature=0.9, uniforms=uniforms)
+        results.append([np.asarray(a).tobytes() for a in (*packed, context, mixed, turned, *chosen)])
+    assert len(results) >= 3
+    assert all(result == results[0] for result in results)

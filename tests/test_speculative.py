@@ -5,6 +5,7 @@ PYFERRUM_FULL=1 runs SmolLM2 over 20 prompts of 200 tokens, every block size; wi
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from importlib import resources
@@ -136,6 +137,50 @@ def test_end__inside_a_block_stops_there(target: pf.Model, monkeypatch: pytest.M
         for limit in (1, 2, 3):
             short = list(pf.speculative_generate(target, drafter, prompt, max_tokens=limit, block=block))
             assert [s.token for s in short] == known[:limit]
+
+
+@dataclasses.dataclass
+class Watched:
+    """A draft model that keeps what the loop gave it: the context of every proposal, and its anchor."""
+
+    model: pf.DraftModel
+    seen: list[tuple[Any, int]] = dataclasses.field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def propose(self, state: Any, anchors: Any, rows: int, *rest: Any) -> list[Proposal]:
+        self.seen.append((state, anchors[0]))
+        own = self.model.propose(state, anchors, rows, *rest)[0]
+        right = self.script.propose((state.lengths[0],), anchors, rows, *rest)[0].tokens  # type: ignore[attr-defined]
+        # Right for a while, then its own: every number of accepted drafts comes up.
+        tokens = [*right[: len(self.seen) % rows], *own.tokens[len(self.seen) % rows :]]
+        return [Proposal(tokens, np.array(tokens)[:, None], np.ones((len(tokens), 1)))]
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_context__of_every_round_is_a_fresh_drafter_over_the_accepted_tokens(
+    target: pf.Model, tmp_path: Path, second: bool
+) -> None:
+    """Nothing of a rejected draft stays (z-lab/dflash#15), and the taps are those of the tokens before the anchor."""
+    model = drafter_for(target, tmp_path, second, windows=(24, None))
+    prompt = tiny.ids("From the beginning")
+    known = [s.token for s in pf.generate(target, prompt, max_tokens=80, ignore_eos=True)]
+    watched = Watched(model)
+    watched.script = Scripted([known], [len(prompt)])  # type: ignore[attr-defined]
+    steps = list(pf.speculative_generate(target, watched, prompt, block=6, max_tokens=80, ignore_eos=True, chunk=5))
+    assert [s.token for s in steps] == known
+    assert set(steps[-1].histogram) == set(range(6))
+    whole = [*prompt, *known]
+    for state, anchor in watched.seen:
+        length = state.lengths[0]
+        assert whole[length] == anchor
+        taps: dict[int, Any] = {0: None, 1: None}
+        target.forward(target.init_state(), whole[:length], taps=taps)
+        features = np.concatenate([np.asarray(taps[0]), np.asarray(taps[1])], axis=1)
+        fresh = model.extend(model.init_state(1), [whole[:length]], [features])
+        ours, expected = (np.asarray(model.scores(s, [anchor], 6)[1]) for s in (state, fresh))
+        np.testing.assert_array_equal(ours, expected)
 
 
 # ---- Sampling
