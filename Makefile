@@ -43,6 +43,10 @@ endif
 OBJECTS := $(CORE:native/%.cpp=$(BUILD)/%.o) $(HOST:native/%.cpp=$(BUILD)/%.o) $(BUILD)/fingerprint.o \
            $(foreach set,$(SETS),$(KERNELS:%=$(BUILD)/cpu/$(set)/%.o))
 
+.DEFAULT_GOAL := lib
+include native/metal/metal.mk
+include tests/softmetal/softmetal.mk
+
 lib: $(LIBRARY) pyferrum/_cdef.py
 
 $(LIBRARY): $(OBJECTS) native/exports.map
@@ -113,8 +117,28 @@ $(MODEL): | $(VENV)/core
 demo: setup lib $(MODEL)
 	$(VENV)/bin/python -m pyferrum.demo
 
+# On Linux the Metal device runs in software: its own Objective-C and shaders, the tables of cases of the CPU device, once
+# as it comes and once in exact mode.
+ON_METAL := PYFERRUM_LIBRARY=$(SOFTMETAL_LIBRARY) PYFERRUM_DEVICE=metal
+METAL_TESTS := tests/test_attention.py tests/test_linear.py tests/test_ops.py tests/test_states.py
+ifeq ($(UNAME),Darwin)
 test: $(VENV)/dev lib $(MODEL)
 	$(VENV)/bin/python -m pytest
+else
+test: $(VENV)/dev lib $(MODEL) softmetal-packages
+	$(MAKE) --no-print-directory softmetal
+	$(ON_METAL) $(VENV)/bin/python -m pytest -m "not invariance" $(METAL_TESTS)
+	$(ON_METAL) PYFERRUM_EXACT=1 $(VENV)/bin/python -m pytest -m invariance $(METAL_TESTS)
+	$(VENV)/bin/python -m pytest
+endif
+
+SOFTMETAL_PACKAGES := clang-19 libclang-rt-19-dev libobjc-12-dev libgnustep-base-dev libblocksruntime-dev libboost-context-dev
+.PHONY: softmetal-packages
+softmetal-packages:
+	@dpkg -s $(SOFTMETAL_PACKAGES) >/dev/null 2>&1 && exit 0; \
+	if [ "$$(id -u)" = 0 ]; then apt-get update -qq && apt-get install -y -qq $(SOFTMETAL_PACKAGES) >/dev/null; \
+	elif sudo -n true 2>/dev/null; then sudo apt-get update -qq && sudo apt-get install -y -qq $(SOFTMETAL_PACKAGES) >/dev/null; \
+	else echo "the tests need these packages: $(SOFTMETAL_PACKAGES)" >&2; exit 1; fi
 
 bench: setup lib $(MODEL)
 	$(VENV)/bin/pyferrum bench --model $(MODEL)

@@ -183,7 +183,12 @@ Arena::Appended Arena::append(const char *op, const std::vector<State *> &states
     for (size_t i = 0; i < states.size(); i++) {
         steps.push_back(plan_append(*states[i], tokens[i], claimed));
         fresh += steps.back().fresh;
-        if (steps.back().in_place) claimed.push_back(states[i]);
+        if (steps.back().in_place) {
+            claimed.push_back(states[i]);
+            auto &pages = states[i]->list_->pages;
+            const uint64_t need = states[i]->layout.pages(states[i]->length + tokens[i]);
+            if (need > pages.capacity()) pages.reserve(std::max<uint64_t>(need, 2 * pages.capacity()));
+        }
     }
     reserve(op, fresh);
     result.states.reserve(states.size());

@@ -202,11 +202,14 @@ int32_t ferrum_attention_new(ferrum_device *device, const ferrum_attention_confi
     });
 }
 
-void ferrum_attention_release(ferrum_attention **attention) { release_handle<Attention>(attention); }
+void ferrum_attention_release(ferrum_attention **attention) {
+    release_handle<Attention>(attention);
+}
 
 int32_t ferrum_causal_attention(ferrum_attention *attention, const ferrum_attention_weights *weights, uint32_t form,
                                 uint32_t participants, ferrum_state *const *states, const uint64_t *tokens,
-                                const ferrum_tensor *xs, ferrum_state **const *out_states, ferrum_buffer **const *out_ys) {
+                                const ferrum_tensor *xs, ferrum_state **const *out_states,
+                                ferrum_buffer **const *out_ys) {
     return guard([&] {
         required(out_states, "out_states");
         required(out_ys, "out_ys");
@@ -228,7 +231,9 @@ int32_t ferrum_attention_plan(ferrum_attention *attention, const ferrum_plan_req
     });
 }
 
-void ferrum_plan_release(ferrum_plan **plan) { release_handle<AttentionPlan>(plan); }
+void ferrum_plan_release(ferrum_plan **plan) {
+    release_handle<AttentionPlan>(plan);
+}
 
 int32_t ferrum_plan_describe(ferrum_plan *plan, ferrum_plan_summary *out_summary) {
     return guard([&] {

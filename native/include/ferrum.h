@@ -4,9 +4,10 @@
  * -----------
  * Handles are opaque and reference-counted. A function that returns a handle through `out_…` gives one reference to the
  * caller; `ferrum_<noun>_release` takes the variable that holds it, gives the reference back and sets the variable to
- * NULL. A variable that is NULL already, or no variable, is fine: so an owner can be made before the call that fills it. Every function is thread-safe. None aborts, prints or
- * throws: each returns a status, and on failure leaves every handle, page and output as it was;
- * `ferrum_last_error()` then says which argument was wrong, what was expected and what was found.
+ * NULL. A variable that is NULL already, or no variable, is fine: so an owner can be made before the call that fills
+ * it. Every function is thread-safe. None aborts, prints or throws: each returns a status, and on failure leaves every
+ * handle, page and output as it was; `ferrum_last_error()` then says which argument was wrong, what was expected and
+ * what was found.
  *
  * Tensors are row-major and contiguous. Shapes are in elements, sizes and offsets in bytes, positions in tokens from
  * the sequence's start. `format` is a GGML type number: 0 float32, 1 float16, 30 bfloat16, 26 int32, and the block
@@ -148,6 +149,7 @@ typedef struct ferrum_arena_stats {
     uint64_t copied_pages;    /* of those, pages that began as a copy of another one's prefix */
 } ferrum_arena_stats;
 
+/* Pages as they are once every call made so far is done; waits for that. */
 int32_t ferrum_device_arena_stats(ferrum_device *device, ferrum_arena_stats *out_stats);
 
 /* ---- Buffers ---------------------------------------------------------------------------------------------------- */
@@ -238,10 +240,12 @@ void ferrum_attention_release(ferrum_attention **attention);
  * sequences. `form` FERRUM_FORM_PACKED: `xs` is one tensor [sum of tokens, hidden], rows in participants' order, and
  * `out_ys` one buffer; else `xs` holds one tensor [tokens[i], hidden] per participant and `out_ys` one buffer each.
  * x is float16 or float32 (the float32-master op); y has its format. `out_states[i]` is states[i] with tokens[i] more
- * tokens; the arrays hold the variables to be filled. The same state may appear twice. Nothing is returned unless everything succeeds. */
+ * tokens; the arrays hold the variables to be filled. The same state may appear twice. Nothing is returned unless
+ * everything succeeds. */
 int32_t ferrum_causal_attention(ferrum_attention *attention, const ferrum_attention_weights *weights, uint32_t form,
                                 uint32_t participants, ferrum_state *const *states, const uint64_t *tokens,
-                                const ferrum_tensor *xs, ferrum_state **const *out_states, ferrum_buffer **const *out_ys);
+                                const ferrum_tensor *xs, ferrum_state **const *out_states,
+                                ferrum_buffer **const *out_ys);
 
 /* ---- Plans ------------------------------------------------------------------------------------------------------ */
 

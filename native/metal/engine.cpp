@@ -180,4 +180,9 @@ void Engine::wait_for(const MetalBuffer &buffer) {
     throw Error{FERRUM_DEVICE_ERROR, failure->second};
 }
 
+void MetalBuffer::wait() {
+    device()->check_usable("wait");
+    engine_->wait_for(*this);
+}
+
 }  // namespace ferrum::metal
