@@ -1,4 +1,4 @@
-// Weight formats, as a lane decodes them: some elements of a row from the bytes as they are stored (FACTS G.3).
+// Weight formats, as a lane decodes them: some elements of a row from the bytes as they are stored.
 //
 // Each format is a struct with
 //   unit       elements a lane takes at once: whole octets, runs of eight elements

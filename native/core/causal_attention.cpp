@@ -14,7 +14,7 @@ Attention *unwrap(ferrum_attention *handle) {
 }
 
 // cos and sin of every position, from a low and a high table by the addition theorem: 256 + positions / 256 rows
-// instead of one a position, and exact to float32 at any position, since both halves are computed in float64.
+// instead of one a position, and as good at any position as near zero, since both halves are computed in float64.
 Ref<Buffer> rope_table(Device *device, const AttentionShape &shape, const double *inverse_frequencies) {
     const uint64_t pairs = shape.rope_dim / 2, high = div_up(shape.maximum_context_tokens, FERRUM_ROPE_LOW);
     for (uint64_t i = 0; i < pairs; i++)

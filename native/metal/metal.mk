@@ -36,7 +36,8 @@ ifeq ($(UNAME),Darwin)
 
 $(BUILD)/%.o: native/%.m Makefile
 	@mkdir -p $(@D)
-	$(CC) -std=gnu11 -O2 -g1 -fvisibility=hidden -fno-objc-arc -mmacosx-version-min=13.0 $(OBJC_WARNINGS) -MMD -MP -c $< -o $@
+	$(CC) -std=gnu11 -O2 -g1 -fvisibility=hidden -fno-objc-arc -mmacosx-version-min=13.0 \
+	    -ffile-prefix-map=$(CURDIR)=. $(OBJC_WARNINGS) -MMD -MP -c $< -o $@
 endif
 
 # ---- metal-check
