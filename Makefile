@@ -120,16 +120,27 @@ demo: setup lib $(MODEL)
 
 # On Linux the Metal device runs in software: its own Objective-C and shaders, the tables of cases of the CPU device, once
 # as it comes and once in exact mode.
-ON_METAL := PYFERRUM_LIBRARY=$(SOFTMETAL_LIBRARY) PYFERRUM_DEVICE=metal
 METAL_TESTS := tests/test_attention.py tests/test_linear.py tests/test_ops.py tests/test_states.py
+METAL_PYTEST = PYFERRUM_DEVICE=metal $(VENV)/bin/python -m pytest -p no:faulthandler
+ON_METAL    := PYFERRUM_LIBRARY=$(SOFTMETAL_LIBRARY) $(METAL_PYTEST)
+# The shaders under AddressSanitizer with UBSan, and under ThreadSanitizer with a fiber per GPU thread. GNUstep's locks and
+# OpenBLAS's threads would be reported too; of the cases, TSan leaves out the longest.
+RUNTIME      = LD_PRELOAD=$(shell $(CLANG) -print-file-name=libclang_rt.$(1)-$(MACHINE).so) PYFERRUM_LIBRARY=$(SOFT)/libferrum-$(1).so
+ON_ASAN      = ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0:exitcode=55 $(call RUNTIME,asan) $(METAL_PYTEST)
+ON_TSAN      = TSAN_OPTIONS=detect_deadlocks=0:exitcode=66 OPENBLAS_NUM_THREADS=1 $(call RUNTIME,tsan) $(METAL_PYTEST)
+SANITIZED   := definition and not long_context and not over_spans and not pages_of_512 and not pages_of_one
+
 ifeq ($(UNAME),Darwin)
 test: $(VENV)/dev lib $(MODEL)
 	$(VENV)/bin/python -m pytest
 else
 test: $(VENV)/dev lib $(MODEL) softmetal-packages
-	$(MAKE) --no-print-directory softmetal softmetal-strict
-	$(ON_METAL) $(VENV)/bin/python -m pytest -m "not invariance" $(METAL_TESTS)
-	$(ON_METAL) PYFERRUM_EXACT=1 $(VENV)/bin/python -m pytest -m invariance $(METAL_TESTS)
+	$(MAKE) --no-print-directory softmetal softmetal-strict softmetal-sanitized
+	$(ON_METAL) -m "not invariance" $(METAL_TESTS)
+	PYFERRUM_EXACT=1 $(ON_METAL) -m invariance $(METAL_TESTS)
+	EMU_ORDER=7 $(ON_METAL) -k definition $(METAL_TESTS)
+	$(ON_ASAN) -k "$(SANITIZED)" tests/test_attention.py tests/test_linear.py
+	$(ON_TSAN) -k "$(SANITIZED)" tests/test_attention.py
 	$(VENV)/bin/python -m pytest
 endif
 

@@ -174,6 +174,17 @@ void Arena::forget(State *state) {
 }
 
 Arena::Appended Arena::append(const char *op, const std::vector<State *> &states, const std::vector<uint64_t> &tokens) {
+    try {
+        return try_append(op, states, tokens);
+    } catch (const Error &error) {
+        if (error.code != FERRUM_OUT_OF_PAGES) throw;
+    }
+    device_.wait();  // without the lock: what is done drops its states, and that takes it
+    return try_append(op, states, tokens);
+}
+
+Arena::Appended Arena::try_append(const char *op, const std::vector<State *> &states,
+                                  const std::vector<uint64_t> &tokens) {
     Appended result;  // outlives the lock: dropping its states takes the lock again
     std::lock_guard lock(mutex_);
     // Reserve: count every fresh page, and make all memory allocations, before anything is claimed.

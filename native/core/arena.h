@@ -60,6 +60,7 @@ class Arena {
         std::vector<Ref<State>> states;
         std::vector<PageCopy> copies;
     };
+    // Waits for calls under way, once, where the pages they hold are what is missing.
     // States with tokens[i] unwritten slots claimed behind states[i]: all of them or, on failure, none.
     Appended append(const char *op, const std::vector<State *> &states, const std::vector<uint64_t> &tokens);
 
@@ -82,6 +83,7 @@ class Arena {
         bool in_place;
         uint64_t fresh;
     };
+    Appended try_append(const char *op, const std::vector<State *> &states, const std::vector<uint64_t> &tokens);
     Step plan_append(const State &state, uint64_t tokens, const std::vector<const State *> &claimed) const;
     void reserve(const char *op, uint64_t fresh);
     PageId take();

@@ -145,6 +145,7 @@ Call run(Attention *attention, const ferrum_attention_weights &weights, uint32_t
         device->arena().page_table(appended.states[i].get(),
                                    static_cast<uint64_t *>(tables->host()) + plan->page_table_offsets[i] / 8);
     Submission work;
+    work.label = kOp;
     add_page_copies(work, shape.layout, appended.copies, device);
     std::vector<Resource> resources;
     const auto *fields = reinterpret_cast<const ferrum_tensor *>(&weights);

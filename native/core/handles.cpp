@@ -142,7 +142,7 @@ void ferrum_buffer_release(ferrum_buffer **buffer) {
 int32_t ferrum_buffer_contents(ferrum_buffer *buffer, void **out_data, uint64_t *out_bytes) {
     return guard([&] {
         Buffer *object = unwrap(buffer);
-        object->device()->wait();
+        object->wait();
         uint64_t &bytes = *required(out_bytes, "out_bytes");
         *required(out_data, "out_data") = object->host();
         bytes = object->bytes();

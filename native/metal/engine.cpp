@@ -20,7 +20,7 @@ constexpr size_t kMaxInFlight = 8;
 constexpr uint32_t kThreadgroupMemory = 32768;  // of every Apple GPU
 
 const char *label_of(const Submission &work) {
-    return ferrum_kernel_name(work.launches[0].kernel);
+    return *work.label ? work.label : ferrum_kernel_name(work.launches[0].kernel);
 }
 
 }  // namespace

@@ -29,7 +29,7 @@ class MetalBuffer : public Buffer {
     void *host() override { return host_; }
     uint64_t device_address() override { return metal_buffer_address(place.buffer) + place.offset; }
 
-    void wait();  // for what was submitted that touches it, not for the rest
+    void wait() override;  // for what was submitted that touches it, not for the rest
 
     const Place place;
     uint64_t last_batch = 0;  // the latest one that touches it, 0: none yet; the engine's lock guards it

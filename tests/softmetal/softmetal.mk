@@ -162,6 +162,15 @@ $(SOFTMETAL_LIBRARY): $(SOFTMETAL_OBJECTS) $(EMULATOR_LIB) tests/softmetal/expor
 	$(CLANG) -shared -Wl,--no-undefined -Wl,-soname,libferrum.so -Wl,--version-script=tests/softmetal/exports.map \
 	    $(SOFTMETAL_OBJECTS) $(EMULATOR_LIB) $(OBJC_LDLIBS) $(EMULATOR_LDLIBS) -o $@
 
+# The same with the shaders under a sanitizer, for a Python that preloads its runtime.
+SANITIZE_asan := address,undefined
+SANITIZE_tsan := thread
+$(SOFT)/libferrum-%.so: $(SOFTMETAL_OBJECTS) $(SOFT)/emulator-%.a tests/softmetal/exports.map
+	$(CLANG) -shared -Wl,-soname,libferrum.so -Wl,--version-script=tests/softmetal/exports.map -shared-libsan \
+	    -fsanitize=$(SANITIZE_$*) $(SOFTMETAL_OBJECTS) $(SOFT)/emulator-$*.a $(OBJC_LDLIBS) $(EMULATOR_LDLIBS) -o $@
+softmetal-sanitized: $(SOFT)/libferrum-asan.so $(SOFT)/libferrum-tsan.so
+.PHONY: softmetal-sanitized
+
 # Kernels of its own, so that it stands without the shaders.
 $(eval $(call SET_RULES,strict,tests/softmetal/strict,strict))
 $(SOFT)/plain/strict/strict.o: tests/softmetal/strict/strict.metal $(SOFT)/strict/strict.inc
