@@ -43,6 +43,11 @@ endif
 OBJECTS := $(CORE:native/%.cpp=$(BUILD)/%.o) $(HOST:native/%.cpp=$(BUILD)/%.o) $(BUILD)/fingerprint.o \
            $(foreach set,$(SETS),$(KERNELS:%=$(BUILD)/cpu/$(set)/%.o))
 
+.DEFAULT_GOAL := lib
+include native/metal/metal.mk
+# An sdist has no tests.
+-include tests/softmetal/softmetal.mk
+
 lib: $(LIBRARY) pyferrum/_cdef.py
 
 $(LIBRARY): $(OBJECTS) native/exports.map
@@ -113,8 +118,39 @@ $(MODEL): | $(VENV)/core
 demo: setup lib $(MODEL)
 	$(VENV)/bin/python -m pyferrum.demo
 
+# On Linux the Metal device runs in software: its own Objective-C and shaders, the tables of cases of the CPU device, once
+# as it comes and once in exact mode.
+METAL_TESTS := tests/test_attention.py tests/test_linear.py tests/test_ops.py tests/test_states.py
+METAL_PYTEST = PYFERRUM_DEVICE=metal $(VENV)/bin/python -m pytest -p no:faulthandler
+ON_METAL    := PYFERRUM_LIBRARY=$(SOFTMETAL_LIBRARY) $(METAL_PYTEST)
+# The shaders under AddressSanitizer with UBSan, and under ThreadSanitizer with a fiber per GPU thread. GNUstep's locks and
+# OpenBLAS's threads would be reported too; of the cases, TSan leaves out the longest.
+RUNTIME      = LD_PRELOAD=$(shell $(CLANG) -print-file-name=libclang_rt.$(1)-$(MACHINE).so) PYFERRUM_LIBRARY=$(SOFT)/libferrum-$(1).so
+ON_ASAN      = ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0:exitcode=55 $(call RUNTIME,asan) $(METAL_PYTEST)
+ON_TSAN      = TSAN_OPTIONS=detect_deadlocks=0:exitcode=66 OPENBLAS_NUM_THREADS=1 $(call RUNTIME,tsan) $(METAL_PYTEST)
+SANITIZED   := definition and not long_context and not over_spans and not pages_of_512 and not pages_of_one
+
+ifeq ($(UNAME),Darwin)
 test: $(VENV)/dev lib $(MODEL)
 	$(VENV)/bin/python -m pytest
+else
+test: $(VENV)/dev lib $(MODEL) softmetal-packages
+	$(MAKE) --no-print-directory softmetal softmetal-strict softmetal-sanitized
+	$(ON_METAL) -m "not invariance" $(METAL_TESTS)
+	PYFERRUM_EXACT=1 $(ON_METAL) -m invariance $(METAL_TESTS)
+	EMU_ORDER=7 $(ON_METAL) -k definition $(METAL_TESTS)
+	$(ON_ASAN) -k "$(SANITIZED)" tests/test_attention.py tests/test_linear.py
+	$(ON_TSAN) -k "$(SANITIZED)" tests/test_attention.py
+	$(VENV)/bin/python -m pytest
+endif
+
+SOFTMETAL_PACKAGES := clang-19 libclang-rt-19-dev libobjc-12-dev libgnustep-base-dev libblocksruntime-dev libboost-context-dev
+.PHONY: softmetal-packages
+softmetal-packages:
+	@dpkg -s $(SOFTMETAL_PACKAGES) >/dev/null 2>&1 && exit 0; \
+	if [ "$$(id -u)" = 0 ]; then apt-get update -qq && apt-get install -y -qq $(SOFTMETAL_PACKAGES) >/dev/null; \
+	elif sudo -n true 2>/dev/null; then sudo apt-get update -qq && sudo apt-get install -y -qq $(SOFTMETAL_PACKAGES) >/dev/null; \
+	else echo "the tests need these packages: $(SOFTMETAL_PACKAGES)" >&2; exit 1; fi
 
 bench: setup lib $(MODEL)
 	$(VENV)/bin/pyferrum bench --model $(MODEL)

@@ -53,7 +53,7 @@ def write_fingerprint(out: Path) -> None:
 
 
 def write_shaders(out: Path) -> None:
-    """Write shaders/*.metal as one file that Metal compiles at run time: quoted includes are put in where they stand."""
+    """Write shaders/*.metal as one file for Metal to compile at run time: quoted includes put in where they stand."""
     seen: set[Path] = set()
 
     def flat(path: Path) -> str:

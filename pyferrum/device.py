@@ -19,8 +19,8 @@ class Device:
         threads: CPU threads, the caller's included; None takes `PYFERRUM_NUM_THREADS`, else one per core.
         arena_bytes: bound on the memory of all states; None takes `PYFERRUM_ARENA_BYTES`, else half of the
             machine's. Memory is used as it is needed, not up front.
-        exact: every row takes the same order of sums however many come with it, in prefill too. The CPU device is
-            exact either way.
+        exact: every row takes the same order of sums however many come with it, in prefill too; None takes
+            `PYFERRUM_EXACT`, else False. The CPU device is exact either way.
         instruction_set: "avx512", "avx2" or "portable"; None takes `PYFERRUM_CPU_ISA`, else the best here.
         poison: fill freed pages and buffers with NaN, to find stale reads; None takes `PYFERRUM_DEBUG_POISON`.
 
@@ -34,14 +34,14 @@ class Device:
         *,
         threads: int | None = None,
         arena_bytes: int | None = None,
-        exact: bool = False,
+        exact: bool | None = None,
         instruction_set: str | None = None,
         poison: bool | None = None,
     ) -> None:
         self._handle: Any = _native.device_new(
             name or os.environ.get("PYFERRUM_DEVICE") or ("metal" if sys.platform == "darwin" else "cpu"),
             threads=_count("threads", threads, "PYFERRUM_NUM_THREADS"),
-            exact=exact,
+            exact=bool(_count("exact", exact, "PYFERRUM_EXACT")),
             arena_bytes=_count("arena_bytes", arena_bytes, "PYFERRUM_ARENA_BYTES"),
             instruction_set=instruction_set or os.environ.get("PYFERRUM_CPU_ISA", ""),
             poison=bool(_count("poison", poison, "PYFERRUM_DEBUG_POISON")),

@@ -91,7 +91,7 @@ class Plan:
     """Pages of one state at maximum_context_tokens."""
     state_bytes_per_token: int
     fingerprint: str
-    """SHA-256, hex, of the call's topology: calls of equal fingerprint and configuration have equal launches."""
+    """SHA-256, hex, of the call's topology: how many sequences, and where each one's new tokens start and end."""
     implementation: str
     """SHA-256, hex, of the sources the library was built from."""
 

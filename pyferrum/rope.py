@@ -1,6 +1,6 @@
 """Rotary frequencies: how many radians a pair of dims turns per position, and the scalings of long-context models.
 
-Formulas: FACTS F.2, after transformers' modeling_rope_utils. Everything is float64; devices build their tables from it.
+Formulas after transformers' modeling_rope_utils. Everything is float64; devices build their tables from it.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class BlockArray(DeviceArray):
     __slots__ = ()
 
     def dequantize(self) -> np.ndarray[Any, Any]:
-        """The weights as float32 [out, in], exactly what the blocks' formula says (FACTS G.3)."""
+        """The weights as float32 [out, in], exactly what the blocks' formula says."""
         from pyferrum.reference.blocks import dequantize
 
         return dequantize(self._bytes(), self.format, self.shape).astype(np.float32)

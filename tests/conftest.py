@@ -32,6 +32,7 @@ def settled_counts() -> dict[str, int]:
     """Live native objects once garbage is gone, without the configurations that the default device remembers."""
     pf.default_device()._cache.clear()
     gc.collect()
+    pf.arena_stats()  # waits: on an asynchronous device, calls under way hold what they use
     return _native.debug_counts()
 
 

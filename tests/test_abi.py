@@ -25,8 +25,7 @@ HEADER = (INCLUDE / "ferrum.h").read_text()
 DARWIN = sys.platform == "darwin"
 LIBRARY = Path(pyferrum.__file__).parent / "_libs" / ("libferrum.dylib" if DARWIN else "libferrum.so")
 SETS = ("avx2", "avx512") if platform.machine() == "x86_64" else ("portable",)
-SOURCES = HEADER + (INCLUDE / "ferrum_kernels.h").read_text()
-STRUCTS = re.findall(r"^typedef struct (ferrum_\w+) \{", SOURCES, re.M)
+STRUCTS = re.findall(r"^typedef struct (ferrum_\w+) \{", HEADER + (INCLUDE / "ferrum_kernels.h").read_text(), re.M)
 DECLARATION = re.compile(r"^(?!typedef)[a-z][\w *]*?[ *](ferrum_\w+)\([^;{]*\);", re.M)
 
 
@@ -39,8 +38,8 @@ def run(*command: str | Path, **options: Any) -> str:
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """`code` in a fresh interpreter in the repository's root."""
-    options: Any = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 120}
-    return subprocess.run([sys.executable, "-c", code], env=os.environ | environment, **options)
+    options: dict[str, Any] = {"cwd": ROOT, "env": os.environ | environment, "timeout": 120}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **options)
 
 
 def declared() -> list[str]:
@@ -52,9 +51,6 @@ def symbols(path: Path, *options: str) -> Iterator[tuple[str, str]]:
     for line in run("nm", "--defined-only", *options, path).splitlines():
         if len(fields := line.split()) == 3:
             yield fields[1], fields[2].removeprefix("_" if DARWIN else "")
-
-
-# ---- The header and the library
 
 
 def test_library__exports_what_the_header_declares_and_nothing_else() -> None:
@@ -150,9 +146,6 @@ def test_library__has_no_path_of_this_machine_to_look_for_others() -> None:
         assert all(re.match(r"(libc|libm|libpthread|libdl|librt|ld-linux.*)\.so", name) for name in needed), needed
 
 
-# ---- NULL
-
-
 def valid_arguments() -> dict[str, Callable[[], list[Any]]]:
     """For every function with a pointer argument, arguments that make it succeed."""
     lib = _native.lib
@@ -186,33 +179,33 @@ def valid_arguments() -> dict[str, Callable[[], list[Any]]]:
     request = ffi.new("ferrum_plan_request *", formats | {"starts": counts, "tokens": counts})
     plan = new("ferrum_plan", lambda out: lib.ferrum_attention_plan(attention, request, out))
     states, xs = ffi.new("ferrum_state *[]", [state]), ffi.new("ferrum_tensor[]", [x[0]])
-    outside = ffi.from_buffer(bytearray(64))
+    outside, new_state, new_y = ffi.from_buffer(bytearray(64)), ffi.new("ferrum_state **"), ffi.new("ferrum_buffer **")
     o = ffi.new
     return {
         "debug_counts": lambda: [o("ferrum_counts *")],
         "format_at": lambda: [0, o("ferrum_format_info *")],
         "device_new": lambda: [o("char[]", b"cpu"), o("ferrum_device_options *"), o("ferrum_device **")],
-        "device_release": lambda: [device],
+        "device_release": lambda: [o("ferrum_device **")],
         "device_describe": lambda: [device, o("ferrum_device_summary *")],
         "device_arena_stats": lambda: [device, o("ferrum_arena_stats *")],
         "buffer_new": lambda: [device, 64, o("ferrum_buffer **")],
         "buffer_wrap": lambda: [device, ffi.cast("void *", outside), 64, o("ferrum_buffer **")],
-        "buffer_release": lambda: [buffer],
+        "buffer_release": lambda: [o("ferrum_buffer **")],
         "buffer_contents": lambda: [buffer, o("void **"), o("uint64_t *")],
         "state_new": lambda: [device, 1, 4, o("ferrum_state **")],
-        "state_release": lambda: [state],
+        "state_release": lambda: [o("ferrum_state **")],
         "state_describe": lambda: [state, o("ferrum_state_summary *")],
         "state_truncate": lambda: [state, 1, o("ferrum_state **")],
         "state_append": lambda: [state, kv, kv, o("ferrum_state **")],
         "state_read": lambda: [state, 0, 2, o("ferrum_buffer **"), o("ferrum_buffer **")],
         "attention_new": lambda: [device, config, frequencies, o("ferrum_attention **")],
-        "attention_release": lambda: [attention],
+        "attention_release": lambda: [o("ferrum_attention **")],
         "causal_attention": lambda: [
             *(attention, weights, 0, 1, states, counts, xs),
-            *(o("ferrum_state **[1]", [o("ferrum_state **")]), o("ferrum_buffer **[1]", [o("ferrum_buffer **")])),
+            *(o("ferrum_state **[]", [new_state]), o("ferrum_buffer **[]", [new_y])),
         ],
         "attention_plan": lambda: [attention, request, o("ferrum_plan **")],
-        "plan_release": lambda: [plan],
+        "plan_release": lambda: [o("ferrum_plan **")],
         "plan_describe": lambda: [plan, o("ferrum_plan_summary *")],
         "plan_launch": lambda: [plan, 0, o("ferrum_launch *")],
         "plan_resource": lambda: [plan, 0, o("ferrum_resource *")],
@@ -247,6 +240,7 @@ def report(name: str, arguments: list[Any], what: str, message: bytes) -> None:
     kinds, lib = ffi.typeof(getattr(_native.lib, f"ferrum_{name}")).args, _native.lib
     handles = [a for a, kind in zip(arguments, kinds, strict=True) if kind.kind == "pointer" and a != ffi.NULL]
     handles = [a for a in handles if ffi.typeof(a).item.kind == "pointer"]
+    handles += [a[0] for a in handles if ffi.typeof(a).item.item.kind == "pointer" and a[0] != ffi.NULL]
     before, old = _native.debug_counts(), [a[0] for a in handles]
     status, after = getattr(lib, f"ferrum_{name}")(*arguments), _native.debug_counts()
     error = ffi.string(lib.ferrum_last_error())
@@ -267,9 +261,11 @@ def null_arguments() -> None:
         pointers = [i for i, argument in enumerate(kind.args) if argument.kind == "pointer"]
         for chosen in ([i] for i in pointers):
             arguments = [ffi.NULL if i in chosen else a for i, a in enumerate(table[name]())]
-            if kind.result.kind == "void" or (name, *chosen) in MAY_BE_NULL:
-                if function(*arguments):
-                    print(f"ferrum_{name}: refused an argument that may be NULL")
+            if kind.result.kind == "void":
+                function(*arguments)
+                function(*table[name]())  # a variable that holds NULL
+            elif (name, *chosen) in MAY_BE_NULL:
+                assert function(*arguments) == 0, f"ferrum_{name} refused an argument that may be NULL"
             else:
                 report(name, arguments, f"argument {chosen[0]} NULL", b"NULL")
         if pointers and kind.result.kind != "void":
@@ -325,7 +321,17 @@ def test_bad_arguments__are_a_status_and_leave_everything_as_it_was(calls: Calla
     assert result.stdout.splitlines() == ["done"]
 
 
-# ---- Finding the library
+def test_release__clears_the_variable_and_counts_once() -> None:
+    lib, device, buffer = _native.lib, ffi.new("ferrum_device **"), ffi.new("ferrum_buffer **")
+    before = _native.debug_counts()
+    assert lib.ferrum_device_new(b"cpu", ffi.NULL, device) == lib.ferrum_buffer_new(device[0], 8, buffer) == 0
+    both = {key: before[key] + (key in ("devices", "buffers")) for key in before}
+    for _ in range(2):
+        lib.ferrum_device_release(device)  # lives on until its last buffer is gone
+        assert (device[0], _native.debug_counts()) == (ffi.NULL, both)
+    for _ in range(2):
+        lib.ferrum_buffer_release(buffer)
+        assert (buffer[0], _native.debug_counts()) == (ffi.NULL, before)
 
 
 def test_import__library_of_another_abi_names_both_versions(tmp_path: Path) -> None:

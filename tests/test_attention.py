@@ -49,6 +49,7 @@ def test_attention__agrees_with_the_definition(case: Case, no_leaks: None) -> No
         np.testing.assert_allclose(state.values(), expected_state.values, atol=2.0**-10 * key_scale, rtol=2.0**-10)
 
 
+@pytest.mark.invariance
 @by_name
 def test_attention__packed_and_looped_sequences_have_the_bits_they_have_alone(case: Case, no_leaks: None) -> None:
     config, weights, sequences = inputs(case)

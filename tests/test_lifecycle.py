@@ -99,7 +99,7 @@ import sys, threading, time
 import pyferrum as pf
 model = pf.load(sys.argv[1])
 state, logits = model.forward(model.init_state(), [1, 2, 3])
-view = logits.__array__()
+sys.stash = (model, state, logits, logits.__array__())  # goes last of all, when modules are empty
 other = pf.array([1.0, 2.0], device=pf.Device(threads=4))
 steps = pf.generate(model, "hello", max_tokens=50, ignore_eos=True)
 step = next(steps)  # a suspended generator

@@ -53,6 +53,7 @@ def test_linear__adds_the_bias_before_rounding(format: str, dtype: type) -> None
     np.testing.assert_array_equal(pf.linear(x, weight, bias), (plain + bias.astype(np.float32)).astype(np.float16))
 
 
+@pytest.mark.invariance
 @formats
 def test_linear__a_row_has_the_same_bits_in_any_company(format: str) -> None:
     rng = np.random.default_rng(9)

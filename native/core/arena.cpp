@@ -174,6 +174,17 @@ void Arena::forget(State *state) {
 }
 
 Arena::Appended Arena::append(const char *op, const std::vector<State *> &states, const std::vector<uint64_t> &tokens) {
+    try {
+        return try_append(op, states, tokens);
+    } catch (const Error &error) {
+        if (error.code != FERRUM_OUT_OF_PAGES) throw;
+    }
+    device_.wait();  // without the lock: what is done drops its states, and that takes it
+    return try_append(op, states, tokens);
+}
+
+Arena::Appended Arena::try_append(const char *op, const std::vector<State *> &states,
+                                  const std::vector<uint64_t> &tokens) {
     Appended result;  // outlives the lock: dropping its states takes the lock again
     std::lock_guard lock(mutex_);
     // Reserve: count every fresh page, and make all memory allocations, before anything is claimed.
@@ -183,7 +194,12 @@ Arena::Appended Arena::append(const char *op, const std::vector<State *> &states
     for (size_t i = 0; i < states.size(); i++) {
         steps.push_back(plan_append(*states[i], tokens[i], claimed));
         fresh += steps.back().fresh;
-        if (steps.back().in_place) claimed.push_back(states[i]);
+        if (steps.back().in_place) {
+            claimed.push_back(states[i]);
+            auto &pages = states[i]->list_->pages;
+            const uint64_t need = states[i]->layout.pages(states[i]->length + tokens[i]);
+            if (need > pages.capacity()) pages.reserve(std::max<uint64_t>(need, 2 * pages.capacity()));
+        }
     }
     reserve(op, fresh);
     result.states.reserve(states.size());
@@ -221,6 +237,17 @@ void Arena::page_table(const State *state, uint64_t *table) {
 
 std::vector<PageId> Arena::hold(const char *op, const std::vector<PageId> &pages,
                                 const std::vector<uint32_t> &touched) {
+    try {
+        return try_hold(op, pages, touched);
+    } catch (const Error &error) {
+        if (error.code != FERRUM_OUT_OF_PAGES) throw;
+    }
+    device_.wait();  // without the lock, as in append
+    return try_hold(op, pages, touched);
+}
+
+std::vector<PageId> Arena::try_hold(const char *op, const std::vector<PageId> &pages,
+                                    const std::vector<uint32_t> &touched) {
     std::vector<PageId> result = pages;
     std::lock_guard lock(mutex_);
     reserve(op, touched.size());

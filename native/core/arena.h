@@ -62,6 +62,7 @@ class Arena {
         std::vector<Ref<State>> states;
         std::vector<PageCopy> copies;
     };
+    // Waits for calls under way, once, where the pages they hold are what is missing.
     // States with tokens[i] unwritten slots claimed behind states[i]: all of them or, on failure, none.
     Appended append(const char *op, const std::vector<State *> &states, const std::vector<uint64_t> &tokens);
 
@@ -69,6 +70,7 @@ class Arena {
     void page_table(const State *state, uint64_t *table);
 
     // Pages of a ring: those of `pages` held once more, but for the numbers in `touched`, which get fresh ones.
+    // Waits as append does.
     std::vector<PageId> hold(const char *op, const std::vector<PageId> &pages, const std::vector<uint32_t> &touched);
     void drop(const std::vector<PageId> &pages);
     // Device addresses of a ring's pages; 0 for kNoPage.
@@ -90,6 +92,9 @@ class Arena {
         bool in_place;
         uint64_t fresh;
     };
+    Appended try_append(const char *op, const std::vector<State *> &states, const std::vector<uint64_t> &tokens);
+    std::vector<PageId> try_hold(const char *op, const std::vector<PageId> &pages,
+                                 const std::vector<uint32_t> &touched);
     Step plan_append(const State &state, uint64_t tokens, const std::vector<const State *> &claimed) const;
     void reserve(const char *op, uint64_t fresh);
     PageId take();

@@ -14,7 +14,7 @@ Attention *unwrap(ferrum_attention *handle) {
 }
 
 // cos and sin of every position, from a low and a high table by the addition theorem: 256 + positions / 256 rows
-// instead of one a position, and exact to float32 at any position, since both halves are computed in float64.
+// instead of one a position, and as good at any position as near zero, since both halves are computed in float64.
 Ref<Buffer> rope_table(Device *device, const AttentionShape &shape, const double *inverse_frequencies) {
     const uint64_t pairs = shape.rope_dim / 2, high = div_up(shape.maximum_context_tokens, FERRUM_ROPE_LOW);
     for (uint64_t i = 0; i < pairs; i++)
@@ -145,6 +145,7 @@ Call run(Attention *attention, const ferrum_attention_weights &weights, uint32_t
         device->arena().page_table(appended.states[i].get(),
                                    static_cast<uint64_t *>(tables->host()) + plan->page_table_offsets[i] / 8);
     Submission work;
+    work.label = kOp;
     add_page_copies(work, shape.layout, appended.copies, device);
     std::vector<Resource> resources;
     const auto *fields = reinterpret_cast<const ferrum_tensor *>(&weights);
@@ -202,11 +203,14 @@ int32_t ferrum_attention_new(ferrum_device *device, const ferrum_attention_confi
     });
 }
 
-void ferrum_attention_release(ferrum_attention **attention) { release_handle<Attention>(attention); }
+void ferrum_attention_release(ferrum_attention **attention) {
+    release_handle<Attention>(attention);
+}
 
 int32_t ferrum_causal_attention(ferrum_attention *attention, const ferrum_attention_weights *weights, uint32_t form,
                                 uint32_t participants, ferrum_state *const *states, const uint64_t *tokens,
-                                const ferrum_tensor *xs, ferrum_state **const *out_states, ferrum_buffer **const *out_ys) {
+                                const ferrum_tensor *xs, ferrum_state **const *out_states,
+                                ferrum_buffer **const *out_ys) {
     return guard([&] {
         required(out_states, "out_states");
         required(out_ys, "out_ys");
@@ -228,7 +232,9 @@ int32_t ferrum_attention_plan(ferrum_attention *attention, const ferrum_plan_req
     });
 }
 
-void ferrum_plan_release(ferrum_plan **plan) { release_handle<AttentionPlan>(plan); }
+void ferrum_plan_release(ferrum_plan **plan) {
+    release_handle<AttentionPlan>(plan);
+}
 
 int32_t ferrum_plan_describe(ferrum_plan *plan, ferrum_plan_summary *out_summary) {
     return guard([&] {

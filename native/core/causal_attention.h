@@ -33,7 +33,7 @@ class Attention : public RefCounted {
     Ref<Device> device_;
 };
 
-// Scratch of a call: seven regions, each a row per token of all participants, rows aligned (FACTS A.8).
+// Scratch of a call: seven regions, each a row per token of all participants, rows aligned.
 struct ScratchLayout {
     enum Region { normalized, query_raw, key_raw, value_raw, query, context, projected, region_count };
     uint64_t offset[region_count];

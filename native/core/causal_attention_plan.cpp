@@ -27,7 +27,7 @@ bool zero_or_positive(float value) {
 // Fields of ferrum_attention_weights, in order.
 enum Weight { input_norm, q_proj, k_proj, v_proj, o_proj, q_norm, k_norm, q_bias, k_bias, v_bias, o_bias };
 
-// SHA-256 over the seed's preimage (FACTS A.12): domain, number of ranges, total new tokens, then per range the new
+// SHA-256 over this preimage: domain, number of ranges, total new tokens, then per range the new
 // tokens and where they start and end in their sequence; u64, little-endian.
 std::array<uint8_t, 32> topology_fingerprint(const ferrum_plan_request &request, uint64_t total_tokens) {
     static const char domain[] = "ferrum.metal.causal-attention.reusable-topology.v1";  // its NUL is hashed

@@ -19,6 +19,9 @@ std::atomic<uint64_t> fork_generation{0};
 
 Buffer::Buffer(Device *device, uint64_t bytes) : device_(Ref<Device>::share(device)), bytes_(bytes) {}
 Buffer::~Buffer() = default;
+void Buffer::wait() {
+    device_->wait();
+}
 
 Device::Device() : fork_generation_(fork_generation) {}
 Device::~Device() = default;

@@ -103,6 +103,7 @@ class Buffer : public RefCounted {
     Device *device() const { return device_.get(); }
     uint64_t bytes() const { return bytes_; }
     virtual void *host() = 0;               // the host's address; no waiting
+    virtual void wait();                    // until every call so far that writes it is done; throws what failed
     virtual uint64_t device_address() = 0;  // what a kernel follows: for page tables
 
    private:
@@ -127,6 +128,7 @@ struct Resource {
 // One call's work: launches whose bindings index `resources`. The device keeps `keep` alive until it is past the work;
 // so a page, which lives as long as a state that shows it, is never handed out while a kernel may still touch it.
 struct Submission {
+    const char *label = "";  // the operation, for captures and for errors that are found later
     std::vector<ferrum_launch> launches;
     std::vector<Resource> resources;
     std::vector<Ref<RefCounted>> keep;

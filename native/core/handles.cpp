@@ -99,7 +99,9 @@ int32_t ferrum_device_new(const char *name, const ferrum_device_options *options
     });
 }
 
-void ferrum_device_release(ferrum_device **device) { release_handle<Device>(device); }
+void ferrum_device_release(ferrum_device **device) {
+    release_handle<Device>(device);
+}
 
 int32_t ferrum_device_describe(ferrum_device *device, ferrum_device_summary *out_summary) {
     return guard([&] {
@@ -111,6 +113,7 @@ int32_t ferrum_device_describe(ferrum_device *device, ferrum_device_summary *out
 int32_t ferrum_device_arena_stats(ferrum_device *device, ferrum_arena_stats *out_stats) {
     return guard([&] {
         auto &result = *required(out_stats, "out_stats");
+        unwrap(device)->wait();  // a page returns when the device is past its last use
         result = unwrap(device)->arena().stats();
     });
 }
@@ -132,12 +135,14 @@ int32_t ferrum_buffer_wrap(ferrum_device *device, const void *data, uint64_t byt
     });
 }
 
-void ferrum_buffer_release(ferrum_buffer **buffer) { release_handle<Buffer>(buffer); }
+void ferrum_buffer_release(ferrum_buffer **buffer) {
+    release_handle<Buffer>(buffer);
+}
 
 int32_t ferrum_buffer_contents(ferrum_buffer *buffer, void **out_data, uint64_t *out_bytes) {
     return guard([&] {
         Buffer *object = unwrap(buffer);
-        object->device()->wait();
+        object->wait();
         uint64_t &bytes = *required(out_bytes, "out_bytes");
         *required(out_data, "out_data") = object->host();
         bytes = object->bytes();
@@ -154,7 +159,9 @@ int32_t ferrum_state_new(ferrum_device *device, uint32_t key_value_heads, uint32
     });
 }
 
-void ferrum_state_release(ferrum_state **state) { release_handle<State>(state); }
+void ferrum_state_release(ferrum_state **state) {
+    release_handle<State>(state);
+}
 
 int32_t ferrum_state_describe(ferrum_state *state, ferrum_state_summary *out_summary) {
     return guard([&] {

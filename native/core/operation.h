@@ -13,6 +13,7 @@ class Operation {
     Operation(const char *op, ferrum_device *device)
         : op_(op), device_(reinterpret_cast<Device *>(required(device, "device"))) {
         device_->check_usable(op);
+        work_.label = op;
     }
     Device *device() const { return device_; }
 
@@ -51,7 +52,7 @@ class Operation {
 
     void check_indices(const char *name, const ferrum_tensor &t, uint64_t limit) {
         auto *buffer = reinterpret_cast<Buffer *>(t.buffer);
-        device_->wait();
+        buffer->wait();
         const auto *values = reinterpret_cast<const int32_t *>(static_cast<uint8_t *>(buffer->host()) + t.offset);
         for (uint64_t i = 0; i < t.shape[0]; i++)
             if (values[i] < 0 || uint64_t(values[i]) >= limit)

@@ -98,6 +98,7 @@ Ref<Ring> Ring::commit(const char *op, Resource keys, Resource values, uint32_t 
         *positions++ = lanes[lane].write_position;
     }
     Submission work;
+    work.label = op;
     Launch launch(kernel_dflash2_commit_bf16);
     const uint32_t pages = work.add(work_table.get());
     launch.bind(FERRUM_DFLASH2_COMMIT_KEY, work.add(keys.buffer, keys.offset))

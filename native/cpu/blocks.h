@@ -1,4 +1,4 @@
-// GGUF blocks, 32 weights at a time: integers and a scale, in the arithmetic of the format's own formula (FACTS G.3).
+// GGUF blocks, 32 weights at a time: integers and a scale, in the arithmetic of the format's own formula.
 //
 // Each format is a struct with
 //   has_min    weight = scale * q + min, else weight = scale * q

@@ -25,6 +25,7 @@ class BlockCache {
             for (void *block : blocks) free(block);
     }
     static uint64_t size_class(uint64_t bytes) {
+        if (bytes > uint64_t(1) << 62) throw std::bad_alloc();
         uint64_t power = 256;
         while (power < bytes) power *= 2;
         const uint64_t step = std::max<uint64_t>(power / 8, 256);

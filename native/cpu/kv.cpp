@@ -47,9 +47,9 @@ void kv_gather_f16(const Call &call, Worker &worker) {
 void kv_copy_f16(const Call &call, Worker &worker) {
     const auto &p = call.params<ferrum_kv_params>();
     const auto *pages = call.at<const uint64_t>(FERRUM_KV_COPY_PAGES);
-    const half *source = (const half *)pages[0];
-    half *target = (half *)pages[1];
     worker.for_each(p.key_value_heads, 1, [&](uint64_t h) {
+        const half *source = (const half *)pages[0];
+        half *target = (half *)pages[1];
         const uint32_t head = ferrum_kv_head(p.tokens_per_page, p.head_dim, (uint32_t)h);
         // Only written slots are copied: those behind them may be another state's, being written now.
         for (uint32_t slot = 0; slot < p.tokens; slot += FERRUM_KEY_TILE) {

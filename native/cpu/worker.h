@@ -7,8 +7,9 @@ namespace ferrum::cpu {
 
 struct Job;
 
-// One thread's way through a submission. Every thread that takes part makes the same calls in the same order, so it
-// knows without asking how many items there are up to any point.
+// One thread's way through a submission. It may come late, when the buffers of the call are gone: so a kernel touches
+// memory inside of items only; outside it reads its Call and params. Every thread that takes part makes the same calls
+// in the same order, so it knows without asking how many items there are up to any point.
 class Worker {
    public:
     Worker(Job &job, unsigned index) : job_(job), index_(index) {}

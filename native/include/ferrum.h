@@ -151,6 +151,7 @@ typedef struct ferrum_arena_stats {
     uint64_t copied_pages;    /* of those, pages that began as a copy of another one's prefix */
 } ferrum_arena_stats;
 
+/* Pages as they are once every call made so far is done; waits for that. */
 int32_t ferrum_device_arena_stats(ferrum_device *device, ferrum_arena_stats *out_stats);
 
 /* ---- Buffers ---------------------------------------------------------------------------------------------------- */

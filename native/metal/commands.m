@@ -19,8 +19,7 @@ metal_commands *metal_commands_begin(metal_context *context) {
         FerrumCommands *commands = [[FerrumCommands alloc] init];
         commands->buffer = [[((FerrumContext *)context)->queue commandBufferWithDescriptor:descriptor] retain];
         [commands->buffer setLabel:@"pyferrum"];
-        commands->encoder =
-            [[commands->buffer computeCommandEncoderWithDispatchType:MTLDispatchTypeConcurrent] retain];
+        commands->encoder = [[commands->buffer computeCommandEncoderWithDispatchType:MTLDispatchTypeConcurrent] retain];
         [commands->encoder setLabel:@"pyferrum"];
         if (commands->encoder) return (metal_commands *)commands;
         [commands release];
@@ -74,9 +73,8 @@ void metal_commands_dispatch(metal_commands *handle, const metal_dispatch *dispa
         if (dispatch->params_bytes)
             [encoder setBytes:dispatch->params length:dispatch->params_bytes atIndex:dispatch->params_slot];
         if (dispatch->threadgroup_bytes) [encoder setThreadgroupMemoryLength:dispatch->threadgroup_bytes atIndex:0];
-        [encoder
-             dispatchThreadgroups:MTLSizeMake(dispatch->grid[0], dispatch->grid[1], dispatch->grid[2])
-            threadsPerThreadgroup:MTLSizeMake(dispatch->threads[0], dispatch->threads[1], dispatch->threads[2])];
+        [encoder dispatchThreadgroups:MTLSizeMake(dispatch->grid[0], dispatch->grid[1], dispatch->grid[2])
+                threadsPerThreadgroup:MTLSizeMake(dispatch->threads[0], dispatch->threads[1], dispatch->threads[2])];
     }
 }
 

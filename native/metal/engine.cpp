@@ -20,7 +20,7 @@ constexpr size_t kMaxInFlight = 8;
 constexpr uint32_t kThreadgroupMemory = 32768;  // of every Apple GPU
 
 const char *label_of(const Submission &work) {
-    return ferrum_kernel_name(work.launches[0].kernel);
+    return *work.label ? work.label : ferrum_kernel_name(work.launches[0].kernel);
 }
 
 }  // namespace
@@ -178,6 +178,11 @@ void Engine::wait_for(const MetalBuffer &buffer) {
     if (failure == failures_.end()) return;
     if (unread_failure_ == failure->second) unread_failure_.clear();
     throw Error{FERRUM_DEVICE_ERROR, failure->second};
+}
+
+void MetalBuffer::wait() {
+    device()->check_usable("wait");
+    engine_->wait_for(*this);
 }
 
 }  // namespace ferrum::metal

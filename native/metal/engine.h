@@ -20,17 +20,22 @@ struct Place {
     uint64_t offset;
 };
 
+class Engine;
+
 class MetalBuffer : public Buffer {
    public:
-    MetalBuffer(Device *device, uint64_t bytes, Place place, void *host)
-        : Buffer(device, bytes), place(place), host_(host) {}
+    MetalBuffer(Device *device, Engine *engine, uint64_t bytes, Place place, void *host)
+        : Buffer(device, bytes), place(place), engine_(engine), host_(host) {}
     void *host() override { return host_; }
     uint64_t device_address() override { return metal_buffer_address(place.buffer) + place.offset; }
+
+    void wait() override;  // for what was submitted that touches it, not for the rest
 
     const Place place;
     uint64_t last_batch = 0;  // the latest one that touches it, 0: none yet; the engine's lock guards it
 
    private:
+    Engine *const engine_;  // the device's, which lives as long as this
     void *const host_;
 };
 

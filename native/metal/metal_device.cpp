@@ -58,7 +58,7 @@ class MetalDevice;
 
 class OwnedBuffer : public MetalBuffer {
    public:
-    OwnedBuffer(MetalDevice *device, uint64_t bytes, metal_buffer *buffer, uint64_t size);
+    OwnedBuffer(MetalDevice *device, Engine *engine, uint64_t bytes, metal_buffer *buffer, uint64_t size);
     ~OwnedBuffer() override;
 
    private:
@@ -93,9 +93,11 @@ class MetalSlab : public Slab {
     metal_buffer *const buffer_;
 };
 
-// One archive per build of the library and GPU: pipelines of another build are of no use.
+// One archive per build of the library: pipelines of another build are of no use. None under Metal's shader validation,
+// which instruments pipelines as they are compiled.
 std::string archive_path() {
-    const char *cache = getenv("PYFERRUM_CACHE"), *home = getenv("HOME");
+    const char *cache = getenv("PYFERRUM_CACHE"), *home = getenv("HOME"), *checks = getenv("MTL_SHADER_VALIDATION");
+    if (checks && atoi(checks)) return "";
     if (!(cache && *cache) && !(home && *home)) return "";
     const std::string folder = cache && *cache ? cache : std::string(home) + "/.cache/pyferrum";
     return folder + "/pipelines-" + std::string(ferrum_build_fingerprint()).substr(0, 16) + ".metalar";
@@ -118,8 +120,7 @@ const char *forever(const char *text) {
     return texts->insert(text).first->c_str();
 }
 
-// A threadgroup's share of a long context. 40 cores want 80 threadgroups or more, which 32k tokens of four key-value
-// heads then give.
+// A threadgroup's share of a long context: 32k tokens are then 32 threadgroups a head.
 constexpr uint32_t kSpanTokens = 1024;
 
 class MetalDevice : public Device {
@@ -136,21 +137,23 @@ class MetalDevice : public Device {
     }
 
     Ref<Buffer> allocate(uint64_t bytes) override {
+        check_length(bytes);
         // With poison every buffer is new and as long as it should be, so that a stale or a far access shows.
         const uint64_t size = poison() ? (bytes ? bytes : 1) : BufferCache::size_class(bytes);
         metal_buffer *buffer = cache->take(size);
         if (!buffer) buffer = new_buffer(size, "buffer");
-        return Ref<OwnedBuffer>::adopt(new OwnedBuffer(this, bytes, buffer, size));
+        return Ref<OwnedBuffer>::adopt(new OwnedBuffer(this, engine_.get(), bytes, buffer, size));
     }
 
     Ref<Buffer> wrap(const void *data, uint64_t bytes) override {
+        check_length(bytes);
         const uint64_t page = uint64_t(getpagesize()), offset = uint64_t(data) % page;
         auto *start = static_cast<uint8_t *>(const_cast<void *>(data)) - offset;
         metal_buffer *buffer =
             bytes ? metal_buffer_wrap(engine_->context(), start, align_up(offset + bytes, page), "wrapped") : nullptr;
         if (buffer)
             return Ref<WrappedBuffer>::adopt(
-                new WrappedBuffer(this, bytes, Place{buffer, offset}, const_cast<void *>(data)));
+                new WrappedBuffer(this, engine_.get(), bytes, Place{buffer, offset}, const_cast<void *>(data)));
         Ref<Buffer> copy = allocate(bytes);
         if (bytes) memcpy(copy->host(), data, bytes);
         return copy;
@@ -171,11 +174,13 @@ class MetalDevice : public Device {
     std::unique_ptr<BufferCache> cache = std::make_unique<BufferCache>();
 
    private:
-    metal_buffer *new_buffer(uint64_t bytes, const char *label) {
+    void check_length(uint64_t bytes) const {
         const uint64_t longest = metal_longest_buffer(engine_->context());
         if (bytes > longest)
             fail(FERRUM_OUT_OF_MEMORY, "[device] a buffer of %llu bytes: \"%s\" has at most %llu",
-                 (unsigned long long)bytes, metal_name(engine_->context()), (unsigned long long)longest);
+                 (unsigned long long)bytes, gpu_, (unsigned long long)longest);
+    }
+    metal_buffer *new_buffer(uint64_t bytes, const char *label) {
         metal_buffer *buffer = metal_buffer_new(engine_->context(), bytes, label);
         if (!buffer) throw std::bad_alloc();
         return buffer;
@@ -186,8 +191,8 @@ class MetalDevice : public Device {
     const char *const gpu_;
 };
 
-OwnedBuffer::OwnedBuffer(MetalDevice *device, uint64_t bytes, metal_buffer *buffer, uint64_t size)
-    : MetalBuffer(device, bytes, {buffer, 0}, metal_buffer_contents(buffer)), metal_(device), size_(size) {}
+OwnedBuffer::OwnedBuffer(MetalDevice *device, Engine *engine, uint64_t bytes, metal_buffer *buffer, uint64_t size)
+    : MetalBuffer(device, engine, bytes, {buffer, 0}, metal_buffer_contents(buffer)), metal_(device), size_(size) {}
 
 OwnedBuffer::~OwnedBuffer() {
     if (metal_->forked()) return;

@@ -1,6 +1,6 @@
 """Llama: a decoder of pre-normed attention and SwiGLU layers, as pure functions of parameters, states and tokens.
 
-Formulas: FACTS F.1, after transformers' modeling_llama. The same functions run on `pyferrum` and on
+Formulas after transformers' modeling_llama. The same functions run on `pyferrum` and on
 `pyferrum.reference`: pass the module as `ops`.
 """
 

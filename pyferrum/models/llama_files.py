@@ -1,6 +1,6 @@
 """Llama checkpoints: GGUF files of architecture `llama` and safetensors folders of `LlamaForCausalLM`.
 
-Names and keys: FACTS F.3 and F.4, after llama.cpp's and transformers' converters.
+Names and keys after llama.cpp's and transformers' converters.
 """
 
 from __future__ import annotations

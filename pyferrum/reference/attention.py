@@ -1,4 +1,4 @@
-"""Causal attention over a state, as a definition (FACTS A.6)."""
+"""Causal attention over a state, as a definition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GGUF block formats in NumPy: what each block's bytes mean (FACTS G.2, G.3, after ggml's quants).
+"""GGUF block formats in NumPy: what each block's bytes mean (after ggml's quants).
 
 Arithmetic is float32, the format's own: scales are widened first, products and differences rounded once each.
 """

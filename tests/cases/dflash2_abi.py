@@ -25,7 +25,7 @@ def dflash2_arguments(
     lane, at = ffi.new("uint32_t[]", [1]), ffi.new("uint64_t[]", [1])
     return {
         "ring_new": lambda: [device, 1, 3, 1, 64, o("ferrum_ring **")],
-        "ring_release": lambda: [ring],
+        "ring_release": lambda: [o("ferrum_ring **")],
         "ring_describe": lambda: [ring, o("ferrum_ring_summary *")],
         "ring_load": lambda: [ring, slots, slots, at, lane, o("ferrum_ring **")],
         "ring_read": lambda: [ring, o("ferrum_buffer **"), o("ferrum_buffer **")],

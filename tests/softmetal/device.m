@@ -8,7 +8,6 @@
 uint64_t softmetal_order = 1;
 uint32_t softmetal_simd_width = 32, softmetal_threads = 1024;
 
-NSString *const MTLCommandBufferErrorDomain = @"MTLCommandBufferErrorDomain";
 NSString *const MTLCommandBufferEncoderInfoErrorKey = @"MTLCommandBufferEncoderInfoErrorKey";
 
 // ---- For tests
@@ -17,7 +16,9 @@ static atomic_ullong live_objects, dispatches_run, buffers_committed, pipelines_
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static char complaint[512], failing_kernel[128];
 
-uint64_t softmetal_live_objects(void) { return live_objects; }
+uint64_t softmetal_live_objects(void) {
+    return live_objects;
+}
 
 void soft_count(uint64_t dispatches, uint64_t command_buffers, uint64_t compiled) {
     dispatches_run += dispatches;
@@ -104,9 +105,6 @@ NSError *soft_error(NSInteger code, NSString *message) {
     soft_range_free(range);
     [super dealloc];
 }
-- (NSUInteger)length {
-    return range->length;
-}
 - (void *)contents {
     return range->host;
 }
@@ -120,7 +118,9 @@ NSError *soft_error(NSInteger code, NSString *message) {
 
 // ---- Device
 
-id<MTLDevice> MTLCreateSystemDefaultDevice(void) { return [[SoftDevice alloc] init]; }
+id<MTLDevice> MTLCreateSystemDefaultDevice(void) {
+    return [[SoftDevice alloc] init];
+}
 
 @implementation SoftDevice
 - (NSString *)name {
@@ -154,17 +154,16 @@ id<MTLDevice> MTLCreateSystemDefaultDevice(void) { return [[SoftDevice alloc] in
                                    length:(NSUInteger)length
                                   options:(MTLResourceOptions)options
                               deallocator:(void (^)(void *, NSUInteger))deallocator {
-    const char *reason = "only shared storage without a deallocator is here";
+    const char *reason = "only shared storage without a deallocator is here, and no more than maxBufferLength";
     soft_range *range = NULL;
-    if (options == MTLResourceStorageModeShared && !deallocator) range = soft_range_borrow(pointer, length, &reason);
+    if (options == MTLResourceStorageModeShared && !deallocator && length <= [self maxBufferLength])
+        range = soft_range_borrow(pointer, length, &reason);
     if (range) return [[SoftBuffer alloc] initWithRange:range];
     soft_complain(@"newBufferWithBytesNoCopy: %s", reason);
     return nil;
 }
 
-- (id<MTLLibrary>)newLibraryWithSource:(NSString *)source
-                               options:(MTLCompileOptions *)options
-                                 error:(NSError **)error {
+- (id<MTLLibrary>)newLibraryWithSource:(NSString *)source options:(MTLCompileOptions *)options error:(NSError **)error {
     NSString *mistake = nil;
     if (!options || options->fastMathEnabled || options->languageVersion != MTLLanguageVersion3_0)
         mistake = @"the shaders want language version 3.0 without fast math";
@@ -187,7 +186,9 @@ id<MTLDevice> MTLCreateSystemDefaultDevice(void) { return [[SoftDevice alloc] in
                                                  error:(NSError **)error {
     SoftArchive *archive = [[SoftArchive alloc] init];
     if (!descriptor->url) return archive;
-    NSString *text = [NSString stringWithContentsOfFile:[descriptor->url path] encoding:NSUTF8StringEncoding error:NULL];
+    NSString *text = [NSString stringWithContentsOfFile:[descriptor->url path]
+                                               encoding:NSUTF8StringEncoding
+                                                  error:NULL];
     if ([text hasPrefix:@"SoftMetal pipelines\n"]) {
         [archive->entries addObjectsFromArray:[text componentsSeparatedByString:@"\n"]];
         return archive;

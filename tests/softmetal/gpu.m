@@ -11,7 +11,9 @@ static SoftCommandBuffer **pending;
 static uint32_t pending_count;
 static volatile uint32_t delay;
 
-void softmetal_set_delay(uint32_t microseconds) { delay = microseconds; }
+void softmetal_set_delay(uint32_t microseconds) {
+    delay = microseconds;
+}
 
 static void *gpu_thread(void *unused) {
     (void)unused;
@@ -78,17 +80,15 @@ void soft_gpu_enqueue(SoftCommandBuffer *buffer) {
             info->name = [encoder->name copy];
             info->state = encoder == culprit ? MTLCommandEncoderErrorStateFaulted : encoderState;
             if (encoder == culprit) encoderState = MTLCommandEncoderErrorStatePending;
-            const NSUInteger seen = encoder == culprit                                        ? passed
+            const NSUInteger seen = encoder == culprit                                     ? passed
                                     : encoderState == MTLCommandEncoderErrorStateCompleted ? [encoder->signposts count]
-                                                                                              : 0;
+                                                                                           : 0;
             info->signposts = [[encoder->signposts subarrayWithRange:NSMakeRange(0, seen)] retain];
             [infos addObject:info];
         }
         [details setObject:infos forKey:MTLCommandBufferEncoderInfoErrorKey];
     }
-    failure = [[NSError alloc] initWithDomain:MTLCommandBufferErrorDomain
-                                         code:MTLCommandBufferErrorInternal
-                                     userInfo:details];
+    failure = [[NSError alloc] initWithDomain:@"SoftMetal" code:1 userInfo:details];
 }
 
 - (void)run {

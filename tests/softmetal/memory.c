@@ -23,7 +23,9 @@ static uint32_t opened_count;
 static char first_fault[256];
 static struct sigaction previous_handler;
 
-static uint64_t round_up(uint64_t value, uint64_t to) { return (value + to - 1) / to * to; }
+static uint64_t round_up(uint64_t value, uint64_t to) {
+    return (value + to - 1) / to * to;
+}
 
 /* ---- Ranges */
 
@@ -68,16 +70,17 @@ failed: /* what was mapped by then is lost: a test that runs out of memory has o
 
 soft_range *soft_range_borrow(void *data, uint64_t length, const char **reason) {
     const uint64_t page = (uint64_t)getpagesize();
-    unsigned char resident;
     if ((uint64_t)data % page || length % page || !length) {
         *reason = "pointer and length have to be multiples of the page size";
         return NULL;
     }
-    for (uint64_t at = 0; at < length; at += page)
-        if (mincore((char *)data + at, page, &resident)) {
-            *reason = "the memory is not mapped";
-            return NULL;
-        }
+    unsigned char *resident = malloc(length / page);
+    const int mapped = resident && mincore(data, length, resident) == 0;
+    free(resident);
+    if (!mapped) {
+        *reason = "the memory is not mapped";
+        return NULL;
+    }
     soft_range *range = calloc(1, sizeof(*range));
     range->length = length;
     range->borrowed = 1;
@@ -125,7 +128,8 @@ void soft_range_free(soft_range *range) {
         bytes_alive -= range->length;
         munmap(range->host_map, range->host_map_bytes);
         /* Bytes go, addresses stay. */
-        mmap(range->gpu_map, range->gpu_map_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+        mmap(range->gpu_map, range->gpu_map_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED,
+             -1, 0);
         soft_range **place = &quarantine[freed_ranges++ % QUARANTINE];
         if (*place) drop(*place);
         *place = range;
@@ -163,16 +167,38 @@ void soft_memory_open(const soft_access *list, uint32_t count) {
     pthread_mutex_unlock(&lock);
 }
 
-const char *soft_memory_fault(void) { return first_fault; }
+const char *soft_memory_fault(void) {
+    return first_fault;
+}
+
+static void remember(const char *text) {
+    if (!first_fault[0]) snprintf(first_fault, sizeof(first_fault), "%s", text);
+}
+
+/* Fresh memory of NaN where nothing is, so that a kernel can go on. */
+static void put_page(char *address) {
+    const uint64_t page = (uint64_t)getpagesize();
+    char *start = address - (uint64_t)address % page;
+    mmap(start, page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    memset(start, 0xff, page);
+}
 
 /* Says what is wrong with touching `address`, and makes it possible. 0: the address is none of ours. */
 static int explain(char *address) {
     for (soft_range *range = ranges; range; range = range->next) {
+        /* The caller's memory: it has been unmapped, or a kernel writes where only reading is allowed. The latter is
+         * nothing to go on from. */
+        unsigned char resident;
+        if (range->borrowed && address >= range->host && address < range->host + range->length &&
+            mincore(address - (uint64_t)address % (uint64_t)getpagesize(), 1, &resident)) {
+            remember("touches memory of the caller's that is gone");
+            put_page(address);
+            return 1;
+        }
         if (!range->gpu_map || address < range->gpu_map || address >= range->gpu_map + range->gpu_map_bytes) continue;
         const char *name = range->label[0] ? range->label : "unnamed";
         char text[sizeof(first_fault)];
         const long long at = address - range->gpu;
-        const uint64_t page = (uint64_t)getpagesize();
         const int inside = address >= range->gpu_map + GUARD && address < range->gpu_map + range->gpu_map_bytes - GUARD;
         if (range->freed)
             snprintf(text, sizeof(text), "touches byte %lld of buffer \"%s\", which was freed", at, name);
@@ -185,11 +211,9 @@ static int explain(char *address) {
             snprintf(text, sizeof(text),
                      "touches byte %lld of buffer \"%s\", which is neither bound nor declared with useResources", at,
                      name);
-        if (!first_fault[0]) memcpy(first_fault, text, sizeof(text));
+        remember(text);
         if (range->freed || !inside) {
-            char *start = address - (uint64_t)address % page;
-            mmap(start, page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
-            memset(start, 0xff, page);
+            put_page(address);
         } else {
             if (!range->open && opened_count < sizeof(opened) / sizeof(opened[0])) opened[opened_count++] = range;
             protect(range, SOFT_READ | SOFT_WRITE);

@@ -1,4 +1,5 @@
 // Libraries, functions, pipelines and archives: the linked kernels of the emulator under Metal's names.
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -67,9 +68,6 @@ void dispatch_release(dispatch_data_t object) {
 @end
 
 @implementation SoftFunction
-- (NSString *)name {
-    return [NSString stringWithUTF8String:kernel->name];
-}
 @end
 
 @implementation MTLComputePipelineDescriptor
@@ -135,11 +133,14 @@ void dispatch_release(dispatch_data_t object) {
     return YES;
 }
 - (BOOL)serializeToURL:(NSURL *)url error:(NSError **)error {
-    NSString *lines = [[[entries allObjects] sortedArrayUsingSelector:@selector(compare:)]
-        componentsJoinedByString:@"\n"];
-    return [[@"SoftMetal pipelines\n" stringByAppendingString:lines] writeToFile:[url path]
-                                                                      atomically:NO
-                                                                        encoding:NSUTF8StringEncoding
-                                                                           error:error];
+    NSString *lines =
+        [[[entries allObjects] sortedArrayUsingSelector:@selector(compare:)] componentsJoinedByString:@"\n"];
+    FILE *file = fopen([[url path] fileSystemRepresentation], "w");  // Foundation would print why it cannot
+    if (!file) {
+        if (error) *error = soft_error(4, @"the archive cannot be written");
+        return NO;
+    }
+    fprintf(file, "SoftMetal pipelines\n%s", [lines UTF8String]);
+    return fclose(file) == 0;
 }
 @end

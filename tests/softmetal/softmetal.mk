@@ -5,6 +5,7 @@
 # softmetal-emulator-asan, -tsan  the same under AddressSanitizer with UBSan, and under ThreadSanitizer
 # softmetal-runners               build/softmetal/{plain,asan,tsan}/run: programs that run one shader (emulator/run.cpp)
 # softmetal-faults                …/run-faults: the same with the planted faults instead
+# softmetal-outside               …/run-outside: with another project's kernels (tests/test_outside_kernel.py brings them)
 
 BUILD  ?= build
 PYTHON ?= python3
@@ -40,19 +41,18 @@ LINK_plain     :=
 LINK_asan      := -fsanitize=address,undefined
 LINK_tsan      := -fsanitize=thread
 
-EMULATOR_SOURCES := emulator threadgroup
+EMULATOR_SOURCES := emulator failure threadgroup
 SHADER_STEMS     := $(patsubst shaders/%.metal,%,$(wildcard shaders/*.metal))
 FAULT_STEMS      := $(patsubst tests/softmetal/faults/%.metal,%,$(wildcard tests/softmetal/faults/*.metal))
-SHADER_DIR       := shaders
-FAULT_DIR        := tests/softmetal/faults
+OUTSIDE_STEMS    := $(patsubst tests/softmetal/outside/%.metal,%,$(wildcard tests/softmetal/outside/*.metal))
 
-# ---- Trampolines: $(SOFT)/<set>/<file>.inc and table.cpp, whatever the variant
+# ---- Sets of shaders, $(SOFT)/<set>/: trampolines of each file, and table.cpp, whatever the variant
 
 # $(1): name of the set, $(2): its folder, $(3): its files
 define SET_RULES
 $(SOFT)/$(1)/%.i: $(2)/%.metal $(EMULATOR)/emulated_metal.h
 	@mkdir -p $$(@D)
-	$(CLANG) -E -P -x c++ $(SHADER_INCLUDES) -DFERRUM_GENERATE -MMD -MP -MT $$@ -MF $$(@:.i=.i.d) $$< -o $$@
+	$(CLANG) -E -P -x c++ $(SHADER_INCLUDES) -I$(SOFT)/$(1) -DFERRUM_GENERATE -MMD -MP -MT $$@ -MF $$(@:.i=.i.d) $$< -o $$@
 $(SOFT)/$(1)/%.inc: $(SOFT)/$(1)/%.i $(EMULATOR)/generate.py
 	$(PYTHON) $(EMULATOR)/generate.py file $$* $$< $$@
 # Written anew only where the list of files has changed.
@@ -62,44 +62,56 @@ $(SOFT)/$(1)/files: softmetal-always
 	@mkdir -p $$(@D)
 	@echo '$(3)' | cmp -s - $$@ || echo '$(3)' > $$@
 endef
-$(eval $(call SET_RULES,shaders,$(SHADER_DIR),$(SHADER_STEMS)))
-$(eval $(call SET_RULES,faults,$(FAULT_DIR),$(FAULT_STEMS)))
 
-# ---- Objects, archives and programs of a variant
+# Its objects in a variant. $(1): set, $(2): folder, $(3): variant
+define OBJECT_RULES
+$(SOFT)/$(3)/$(1)/%.o: $(2)/%.metal $(SOFT)/$(1)/%.inc tests/softmetal/softmetal.mk
+	@mkdir -p $$(@D)
+	$(CLANG) $(SHADER_FLAGS) $(COMMON_$(3)) $(SHADER_$(3)) $(SHADER_INCLUDES) -I$(SOFT)/$(1) -MMD -MP -include $$< -x c++ -c $(SOFT)/$(1)/$$*.inc -o $$@
+$(SOFT)/$(3)/$(1)/table.o: $(SOFT)/$(1)/table.cpp
+	@mkdir -p $$(@D)
+	$(CLANG) $(EMULATOR_FLAGS) $(COMMON_$(3)) -I$(EMULATOR) -c $$< -o $$@
+endef
 
-# $(1): variant
+$(eval $(call SET_RULES,shaders,shaders,$(SHADER_STEMS)))
+$(eval $(call SET_RULES,faults,tests/softmetal/faults,$(FAULT_STEMS)))
+$(eval $(call SET_RULES,outside,tests/softmetal/outside,$(OUTSIDE_STEMS)))
+
+# ---- Runtime, archives and programs of a variant
+
+# $(1): variant, $(2): what its archive is called
 define VARIANT_RULES
-$(SOFT)/$(1)/%.o: $(EMULATOR)/%.cpp $(EMULATOR)/../softmetal.mk
+$(call OBJECT_RULES,shaders,shaders,$(1))
+$(call OBJECT_RULES,faults,tests/softmetal/faults,$(1))
+$(call OBJECT_RULES,outside,tests/softmetal/outside,$(1))
+$(SOFT)/$(1)/%.o: $(EMULATOR)/%.cpp tests/softmetal/softmetal.mk
 	@mkdir -p $$(@D)
-	$(CLANG) $(EMULATOR_FLAGS) $$(COMMON_$(1)) -I$(EMULATOR) -MMD -MP -c $$< -o $$@
-$(SOFT)/$(1)/shaders/table.o $(SOFT)/$(1)/faults/table.o: $(SOFT)/$(1)/%.o: $(SOFT)/%.cpp
-	@mkdir -p $$(@D)
-	$(CLANG) $(EMULATOR_FLAGS) $$(COMMON_$(1)) -I$(EMULATOR) -c $$< -o $$@
-$(SOFT)/$(1)/shaders/%.o: $(SHADER_DIR)/%.metal $(SOFT)/shaders/%.inc $(EMULATOR)/../softmetal.mk
-	@mkdir -p $$(@D)
-	$(CLANG) $(SHADER_FLAGS) $$(COMMON_$(1)) $$(SHADER_$(1)) $(SHADER_INCLUDES) -MMD -MP -include $$< -x c++ -c $(SOFT)/shaders/$$*.inc -o $$@
-$(SOFT)/$(1)/faults/%.o: $(FAULT_DIR)/%.metal $(SOFT)/faults/%.inc $(EMULATOR)/../softmetal.mk
-	@mkdir -p $$(@D)
-	$(CLANG) $(SHADER_FLAGS) $$(COMMON_$(1)) $$(SHADER_$(1)) $(SHADER_INCLUDES) -MMD -MP -include $$< -x c++ -c $(SOFT)/faults/$$*.inc -o $$@
+	$(CLANG) $(EMULATOR_FLAGS) $(COMMON_$(1)) -I$(EMULATOR) -MMD -MP -c $$< -o $$@
 
 RUNTIME_$(1) := $(EMULATOR_SOURCES:%=$(SOFT)/$(1)/%.o)
-$(SOFT)/emulator$(if $(filter plain,$(1)),,-$(1)).a: $$(RUNTIME_$(1)) $(SHADER_STEMS:%=$(SOFT)/$(1)/shaders/%.o) $(SOFT)/$(1)/shaders/table.o
+$(2): $$(RUNTIME_$(1)) $(SHADER_STEMS:%=$(SOFT)/$(1)/shaders/%.o) $(SOFT)/$(1)/shaders/table.o
 	@rm -f $$@
 	ar rcs $$@ $$^
-$(SOFT)/$(1)/run: $(SOFT)/$(1)/run.o $(SOFT)/emulator$(if $(filter plain,$(1)),,-$(1)).a
-	$(CLANG) $$(LINK_$(1)) $$^ $(EMULATOR_LDLIBS) -o $$@
+$(SOFT)/$(1)/run: $(SOFT)/$(1)/run.o $(2)
+	$(CLANG) $(LINK_$(1)) $$^ $(EMULATOR_LDLIBS) -o $$@
 $(SOFT)/$(1)/run-faults: $(SOFT)/$(1)/run.o $$(RUNTIME_$(1)) $(FAULT_STEMS:%=$(SOFT)/$(1)/faults/%.o) $(SOFT)/$(1)/faults/table.o
-	$(CLANG) $$(LINK_$(1)) $$^ $(EMULATOR_LDLIBS) -o $$@
+	$(CLANG) $(LINK_$(1)) $$^ $(EMULATOR_LDLIBS) -o $$@
+$(SOFT)/$(1)/run-outside: $(SOFT)/$(1)/run.o $$(RUNTIME_$(1)) $(OUTSIDE_STEMS:%=$(SOFT)/$(1)/outside/%.o) $(SOFT)/$(1)/outside/table.o
+	$(CLANG) $(LINK_$(1)) $$^ $(EMULATOR_LDLIBS) -o $$@
 endef
-$(foreach variant,$(VARIANTS),$(eval $(call VARIANT_RULES,$(variant))))
+$(eval $(call VARIANT_RULES,plain,$(SOFT)/emulator.a))
+$(eval $(call VARIANT_RULES,asan,$(SOFT)/emulator-asan.a))
+$(eval $(call VARIANT_RULES,tsan,$(SOFT)/emulator-tsan.a))
 
 softmetal-emulator: $(SOFT)/emulator.a
 softmetal-emulator-asan: $(SOFT)/emulator-asan.a
 softmetal-emulator-tsan: $(SOFT)/emulator-tsan.a
 softmetal-runners: $(VARIANTS:%=$(SOFT)/%/run)
 softmetal-faults: $(VARIANTS:%=$(SOFT)/%/run-faults)
+softmetal-outside: $(VARIANTS:%=$(SOFT)/%/run-outside)
 softmetal-always:
-.PHONY: softmetal-emulator softmetal-emulator-asan softmetal-emulator-tsan softmetal-runners softmetal-faults softmetal-always
+.PHONY: softmetal-emulator softmetal-emulator-asan softmetal-emulator-tsan softmetal-runners softmetal-faults \
+        softmetal-outside softmetal-always
 .SECONDARY:
 
 -include $(shell find $(SOFT) -name '*.d' 2>/dev/null)
@@ -107,7 +119,7 @@ softmetal-always:
 # ---- Second half: SoftMetal itself
 #
 # softmetal          $(SOFTMETAL_LIBRARY): core, cpu, native/metal and SoftMetal in one; PYFERRUM_LIBRARY names it
-# softmetal-strict   build/softmetal/strict/strict: does one thing wrong, for tests/test_softmetal.py
+# softmetal-strict   build/softmetal/strict/: programs that do one thing wrong each, for tests/test_softmetal.py
 # softmetal-analyze  clang's static analyzer over all Objective-C: retains and releases among them
 
 SOFTMETAL_LIBRARY := $(SOFT)/libferrum.so
@@ -143,20 +155,21 @@ $(SOFT)/core/%.o: native/core/%.cpp Makefile
 	@mkdir -p $(@D)
 	$(CXX) $(CXXFLAGS) -DFERRUM_METAL -MMD -MP -c $< -o $@
 
-$(SOFT)/shaders.metal: $(wildcard shaders/*) $(wildcard native/include/*.h) native/generate.py
-	@mkdir -p $(@D)
-	$(PYTHON) native/generate.py shaders $@
-$(SOFT)/embedded.c: $(SOFT)/shaders.metal
-	$(PYTHON) native/generate.py embed $@ ferrum_shader_source=$< ferrum_metallib=
-$(SOFT)/embedded.o: $(SOFT)/embedded.c
-	$(CLANG) -O1 -fPIC -fvisibility=hidden -c $< -o $@
-
 SOFTMETAL_OBJECTS := $(filter-out $(METAL_CORE:native/%.cpp=$(BUILD)/%.o),$(OBJECTS)) \
                      $(METAL_CORE:native/%.cpp=$(SOFT)/%.o) $(METAL_CXX:native/%.cpp=$(SOFT)/%.o) \
-                     $(METAL_OBJC:native/%.m=$(SOFT)/%.o) $(SOFT_OBJECTS) $(SOFT)/embedded.o
+                     $(METAL_OBJC:native/%.m=$(SOFT)/%.o) $(SOFT_OBJECTS) $(BUILD)/embedded.o
 $(SOFTMETAL_LIBRARY): $(SOFTMETAL_OBJECTS) $(EMULATOR_LIB) tests/softmetal/exports.map
 	$(CLANG) -shared -Wl,--no-undefined -Wl,-soname,libferrum.so -Wl,--version-script=tests/softmetal/exports.map \
 	    $(SOFTMETAL_OBJECTS) $(EMULATOR_LIB) $(OBJC_LDLIBS) $(EMULATOR_LDLIBS) -o $@
+
+# The same with the shaders under a sanitizer, for a Python that preloads its runtime.
+SANITIZE_asan := address,undefined
+SANITIZE_tsan := thread
+$(SOFT)/libferrum-%.so: $(SOFTMETAL_OBJECTS) $(SOFT)/emulator-%.a tests/softmetal/exports.map
+	$(CLANG) -shared -Wl,-soname,libferrum.so -Wl,--version-script=tests/softmetal/exports.map -shared-libsan \
+	    -fsanitize=$(SANITIZE_$*) $(SOFTMETAL_OBJECTS) $(SOFT)/emulator-$*.a $(OBJC_LDLIBS) $(EMULATOR_LDLIBS) -o $@
+softmetal-sanitized: $(SOFT)/libferrum-asan.so $(SOFT)/libferrum-tsan.so
+.PHONY: softmetal-sanitized
 
 # Kernels of its own, so that it stands without the shaders.
 $(eval $(call SET_RULES,strict,tests/softmetal/strict,strict))
@@ -170,6 +183,10 @@ $(SOFT)/strict/strict: tests/softmetal/strict/strict.m $(SOFT_OBJECTS) $(RUNTIME
                        $(SOFT)/plain/strict/strict.o $(SOFT)/plain/strict/table.o
 	$(CLANG) $(OBJC_FLAGS) $^ $(OBJC_LDLIBS) $(EMULATOR_LDLIBS) -o $@
 
+$(SOFT)/strict/metallib: tests/softmetal/strict/metallib.c $(METAL_OBJC:native/%.m=$(SOFT)/%.o) $(SOFT_OBJECTS) $(RUNTIME_plain) \
+                         $(SOFT)/plain/strict/strict.o $(SOFT)/plain/strict/table.o
+	$(CLANG) $(SOFT_C_FLAGS) $^ $(OBJC_LDLIBS) $(EMULATOR_LDLIBS) -o $@
+
 # Retain counts are checked on Apple's systems only, unless asked for.
 ANALYZE := $(CLANG) --analyze -Xclang -analyzer-checker=osx -Xclang -analyzer-output=text -Xclang -analyzer-werror
 softmetal-analyze:
@@ -177,5 +194,5 @@ softmetal-analyze:
 	    $(ANALYZE) $(OBJC_FLAGS) $$file -o /dev/null || exit 1; done
 
 softmetal: $(SOFTMETAL_LIBRARY)
-softmetal-strict: $(SOFT)/strict/strict
+softmetal-strict: $(SOFT)/strict/strict $(SOFT)/strict/metallib
 .PHONY: softmetal softmetal-strict softmetal-analyze

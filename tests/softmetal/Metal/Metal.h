@@ -59,13 +59,6 @@ typedef NS_OPTIONS(NSUInteger, MTLCommandBufferErrorOption) {
     MTLCommandBufferErrorOptionEncoderExecutionStatus = 1,
 };
 
-typedef NS_ENUM(NSUInteger, MTLCommandBufferError) {
-    MTLCommandBufferErrorNone = 0,
-    MTLCommandBufferErrorInternal = 1,
-    MTLCommandBufferErrorPageFault = 3,
-    MTLCommandBufferErrorInvalidResource = 9,
-};
-
 typedef NS_ENUM(NSInteger, MTLCommandEncoderErrorState) {
     MTLCommandEncoderErrorStateUnknown = 0,
     MTLCommandEncoderErrorStateCompleted = 1,
@@ -92,7 +85,6 @@ static inline MTLSize MTLSizeMake(NSUInteger width, NSUInteger height, NSUIntege
 @end
 
 @protocol MTLBuffer <MTLResource>
-- (NSUInteger)length;
 - (void *)contents;
 - (uint64_t)gpuAddress;
 @end
@@ -118,7 +110,6 @@ static inline MTLSize MTLSizeMake(NSUInteger width, NSUInteger height, NSUIntege
 @end
 
 @protocol MTLFunction <NSObject>
-- (NSString *)name;
 @end
 
 @protocol MTLLibrary <NSObject>
@@ -217,7 +208,6 @@ typedef void (^MTLCommandBufferHandler)(id<MTLCommandBuffer> buffer);
 - (MTLCommandEncoderErrorState)errorState;
 @end
 
-extern NSString *const MTLCommandBufferErrorDomain;
 extern NSString *const MTLCommandBufferEncoderInfoErrorKey;
 
 /* ---- Device */
@@ -233,20 +223,14 @@ extern NSString *const MTLCommandBufferEncoderInfoErrorKey;
                                    length:(NSUInteger)length
                                   options:(MTLResourceOptions)options
                               deallocator:(void (^)(void *pointer, NSUInteger length))deallocator;
-- (id<MTLLibrary>)newLibraryWithSource:(NSString *)source
-                               options:(MTLCompileOptions *)options
-                                 error:(NSError **)error;
+- (id<MTLLibrary>)newLibraryWithSource:(NSString *)source options:(MTLCompileOptions *)options error:(NSError **)error;
 - (id<MTLLibrary>)newLibraryWithData:(dispatch_data_t)data error:(NSError **)error;
 - (id<MTLComputePipelineState>)newComputePipelineStateWithDescriptor:(MTLComputePipelineDescriptor *)descriptor
                                                              options:(MTLPipelineOption)options
                                                           reflection:
                                                               (MTLAutoreleasedComputePipelineReflection *)reflection
                                                                error:(NSError **)error;
-- (id<MTLBinaryArchive>)newBinaryArchiveWithDescriptor:(MTLBinaryArchiveDescriptor *)descriptor
-                                                 error:(NSError **)error;
+- (id<MTLBinaryArchive>)newBinaryArchiveWithDescriptor:(MTLBinaryArchiveDescriptor *)descriptor error:(NSError **)error;
 @end
 
-#ifdef __cplusplus
-extern "C"
-#endif
 id<MTLDevice> MTLCreateSystemDefaultDevice(void) NS_RETURNS_RETAINED;

@@ -45,9 +45,14 @@ template <class Pointer>
 inline Pointer pointer(const call &call, unsigned index) {
     return (Pointer)call.buffers[index];
 }
+// What an argument refers to that does not exist (function_constant is false): NaN, and an error to AddressSanitizer.
+// Not NULL, since a compiler may read what a reference refers to before it is asked to.
+extern unsigned char absent[4096];
 template <class Reference>
 inline Reference reference(const call &call, unsigned index) {
-    return *(typename referred<Reference>::type *)call.buffers[index];
+    static_assert(sizeof(typename referred<Reference>::type) <= sizeof(absent));
+    void *const buffer = call.buffers[index];
+    return *(typename referred<Reference>::type *)(buffer ? buffer : absent);
 }
 
 }  // namespace emu

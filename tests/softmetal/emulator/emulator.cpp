@@ -9,6 +9,8 @@
 #include <numeric>
 #include <thread>
 
+#include <unistd.h>
+
 #include "sanitizers.h"
 #include "threadgroup.h"
 
@@ -20,17 +22,21 @@ extern "C" __attribute__((weak)) __bf16 __truncsfbf2(float value) {
 }
 
 namespace emu {
+
+alignas(64) unsigned char absent[4096];
+
 namespace {
 
 // OS threads that take threadgroups one after another. One with ThreadSanitizer: its fibers do the running there.
 class Workers {
-public:
+   public:
     Workers() {
         const char *asked = getenv("EMU_THREADS");
         unsigned count = asked ? (unsigned)atoi(asked) : std::thread::hardware_concurrency();
         if (races_checked || count == 0) count = 1;
         for (unsigned i = 1; i < count && i < 8; i++) std::thread([this] { serve(); }).detach();
         others_ = std::min(count, 8u) - 1;
+        owner_ = getpid();
     }
 
     bool run(const Dispatch &dispatch, std::string &message) {
@@ -45,6 +51,7 @@ public:
                 std::swap(order_[i - 1], order_[(state >> 33) % i]);
             }
         }
+        if (getpid() != owner_) others_ = 0;  // a fork has only the thread that made it
         message_.clear();
         failed_ = false;
         taken_ = 0;
@@ -65,7 +72,7 @@ public:
         return !failed_;
     }
 
-private:
+   private:
     void work(const Dispatch &dispatch) {
         static thread_local std::unique_ptr<Threadgroup> threadgroup;
         if (!threadgroup) threadgroup = std::make_unique<Threadgroup>();
@@ -95,6 +102,7 @@ private:
     const Dispatch *dispatch_ = nullptr;
     uint64_t round_ = 0;
     unsigned others_ = 0, busy_ = 0;
+    pid_t owner_ = 0;
     std::vector<uint64_t> order_;
     std::atomic<uint64_t> taken_{0};
     uint64_t count_ = 0;
@@ -103,7 +111,11 @@ private:
 };
 
 std::mutex one_dispatch;
-std::atomic<uint64_t> order_seed{0};
+// EMU_ORDER: the seed to begin with, for programs that do not ask.
+uint64_t order_seed = [] {
+    const char *asked = getenv("EMU_ORDER");
+    return asked ? strtoull(asked, nullptr, 10) : 0;
+}();
 uint64_t dispatches = 0;
 
 const linked_kernel *kernel_at(uint32_t index) {
@@ -128,8 +140,10 @@ std::string run(const emu_kernel &kernel, const emu_binding *bindings, uint32_t 
         const emu_buffer_argument &argument = kernel.buffers[i];
         const uint32_t constant = argument.function_constant_plus_one;
         const bool there = constant == 0 || (constants >> (constant - 1) & 1);
-        if (!there) dispatch.buffers[argument.index] = nullptr;  // the argument does not exist
-        else if (!dispatch.buffers[argument.index]) return name + ": buffer " + std::to_string(argument.index) + " is unbound";
+        if (!there)
+            dispatch.buffers[argument.index] = nullptr;  // the argument does not exist
+        else if (!dispatch.buffers[argument.index])
+            return name + ": buffer " + std::to_string(argument.index) + " is unbound";
     }
     const uint32_t *threads = dispatch.threads, *groups = dispatch.groups;
     const uint64_t total = (uint64_t)threads[0] * threads[1] * threads[2];
@@ -137,6 +151,12 @@ std::string run(const emu_kernel &kernel, const emu_binding *bindings, uint32_t 
     if (dispatch.threadgroup_bytes > EMU_MAX_THREADGROUP_BYTES)
         return name + ": threadgroup memory: " + std::to_string(dispatch.threadgroup_bytes) + " bytes";
     if ((uint64_t)groups[0] * groups[1] * groups[2] == 0) return name + ": threadgroups: " + dimensions(groups);
+    static const bool once = [] {
+        memset(absent, 0xff, sizeof(absent));
+        ASAN_POISON_MEMORY_REGION(absent, sizeof(absent));
+        return true;
+    }();
+    (void)once;
     static Workers &workers = *new Workers;  // never ends: its threads wait until the process does
     std::string message;
     workers.run(dispatch, message);

@@ -43,8 +43,9 @@ int emu_dispatch(const emu_kernel *kernel, uint32_t constants, const emu_binding
                  const uint32_t groups[3], const uint32_t threads[3], uint32_t threadgroup_bytes, char *message,
                  uint64_t message_bytes);
 
-/* 0: threads and threadgroups in order. Else at random: whole SIMD-groups run ahead of the others, lanes and threadgroups
- * are shuffled. The same seed gives the same order of threads. Holds for later dispatches. */
+/* 0: threads and threadgroups in order. Else at random: whole SIMD-groups run ahead of the others, lanes and
+ * threadgroups are shuffled. The same seed gives the same order of threads. Holds for later dispatches. A process
+ * begins with $EMU_ORDER; $EMU_THREADS is the number of OS threads, else one a core. */
 void emu_set_order(uint64_t seed);
 
 #ifdef __cplusplus

@@ -26,39 +26,43 @@ namespace metal {
 template <class T, int N>
 using vec = T __attribute__((__ext_vector_type__(N)));
 
-#define EMU_UNARY(name, builtin)    \
-    template <class T>              \
-    inline T name(T x) {            \
-        return (T)builtin(x);       \
+#define EMU_UNARY(name, builtin) \
+    template <class T>           \
+    inline T name(T x) {         \
+        return (T)builtin(x);    \
     }
-#define EMU_FUNCTIONS                                              \
-    EMU_UNARY(exp, __builtin_elementwise_exp)                      \
-    EMU_UNARY(exp2, __builtin_elementwise_exp2)                    \
-    EMU_UNARY(log, __builtin_elementwise_log)                      \
-    EMU_UNARY(log2, __builtin_elementwise_log2)                    \
-    EMU_UNARY(sin, __builtin_elementwise_sin)                      \
-    EMU_UNARY(cos, __builtin_elementwise_cos)                      \
-    EMU_UNARY(sqrt, __builtin_elementwise_sqrt)                    \
-    EMU_UNARY(floor, __builtin_elementwise_floor)                  \
-    EMU_UNARY(ceil, __builtin_elementwise_ceil)                    \
-    EMU_UNARY(trunc, __builtin_elementwise_trunc)                  \
-    EMU_UNARY(rint, __builtin_elementwise_rint)                    \
-    EMU_UNARY(round, __builtin_elementwise_round)                  \
-    EMU_UNARY(fabs, __builtin_elementwise_abs)                     \
-    template <class T>                                             \
-    inline T rsqrt(T x) {                                          \
-        return (T)1 / (T)__builtin_elementwise_sqrt(x);            \
-    }                                                              \
-    template <class T>                                             \
-    inline T pow(T x, T y) {                                       \
-        return __builtin_elementwise_pow(x, y);                    \
-    }                                                              \
-    template <class T>                                             \
-    inline T divide(T x, T y) {                                    \
-        return x / y;                                              \
-    }                                                              \
-    inline float tanh(float x) { return __builtin_tanhf(x); }      \
-    inline half tanh(half x) { return (half)__builtin_tanhf((float)x); }
+#define EMU_FUNCTIONS                                   \
+    EMU_UNARY(exp, __builtin_elementwise_exp)           \
+    EMU_UNARY(exp2, __builtin_elementwise_exp2)         \
+    EMU_UNARY(log, __builtin_elementwise_log)           \
+    EMU_UNARY(log2, __builtin_elementwise_log2)         \
+    EMU_UNARY(sin, __builtin_elementwise_sin)           \
+    EMU_UNARY(cos, __builtin_elementwise_cos)           \
+    EMU_UNARY(sqrt, __builtin_elementwise_sqrt)         \
+    EMU_UNARY(floor, __builtin_elementwise_floor)       \
+    EMU_UNARY(ceil, __builtin_elementwise_ceil)         \
+    EMU_UNARY(trunc, __builtin_elementwise_trunc)       \
+    EMU_UNARY(rint, __builtin_elementwise_rint)         \
+    EMU_UNARY(round, __builtin_elementwise_round)       \
+    EMU_UNARY(fabs, __builtin_elementwise_abs)          \
+    template <class T>                                  \
+    inline T rsqrt(T x) {                               \
+        return (T)1 / (T)__builtin_elementwise_sqrt(x); \
+    }                                                   \
+    template <class T>                                  \
+    inline T pow(T x, T y) {                            \
+        return __builtin_elementwise_pow(x, y);         \
+    }                                                   \
+    template <class T>                                  \
+    inline T divide(T x, T y) {                         \
+        return x / y;                                   \
+    }                                                   \
+    inline float tanh(float x) {                        \
+        return __builtin_tanhf(x);                      \
+    }                                                   \
+    inline half tanh(half x) {                          \
+        return (half)__builtin_tanhf((float)x);         \
+    }
 
 EMU_FUNCTIONS
 namespace precise {
@@ -119,22 +123,38 @@ inline T select(T a, T b, C c) {
     return c ? b : a;
 }
 
-inline bool isnan(float x) { return __builtin_isnan(x); }
-inline bool isnan(half x) { return __builtin_isnan((float)x); }
-inline bool isinf(float x) { return __builtin_isinf(x); }
-inline bool isinf(half x) { return __builtin_isinf((float)x); }
-inline bool isfinite(float x) { return __builtin_isfinite(x); }
-inline bool isfinite(half x) { return __builtin_isfinite((float)x); }
+inline bool isnan(float x) {
+    return __builtin_isnan(x);
+}
+inline bool isnan(half x) {
+    return __builtin_isnan((float)x);
+}
+inline bool isinf(float x) {
+    return __builtin_isinf(x);
+}
+inline bool isinf(half x) {
+    return __builtin_isinf((float)x);
+}
+inline bool isfinite(float x) {
+    return __builtin_isfinite(x);
+}
+inline bool isfinite(half x) {
+    return __builtin_isfinite((float)x);
+}
 
 template <class V>
 inline bool any(V condition) {
-    if constexpr (::emu::is_vector<V>) return __builtin_reduce_or(condition) < 0;
-    else return condition;
+    if constexpr (::emu::is_vector<V>)
+        return __builtin_reduce_or(condition) < 0;
+    else
+        return condition;
 }
 template <class V>
 inline bool all(V condition) {
-    if constexpr (::emu::is_vector<V>) return __builtin_reduce_and(condition) < 0;
-    else return condition;
+    if constexpr (::emu::is_vector<V>)
+        return __builtin_reduce_and(condition) < 0;
+    else
+        return condition;
 }
 
 template <class V>
@@ -156,9 +176,13 @@ template <class T>
 inline T ctz(T x) {
     return x == 0 ? (T)(8 * sizeof(T)) : (T)__builtin_ctzll((ulong)x);
 }
-inline uint mulhi(uint x, uint y) { return (uint)((ulong)x * y >> 32); }
+inline uint mulhi(uint x, uint y) {
+    return (uint)((ulong)x * y >> 32);
+}
 // Bits [offset, offset + bits) of x, and x with those bits replaced.
-inline uint extract_bits(uint x, uint offset, uint bits) { return bits == 32 ? x : (x >> offset) & ((1u << bits) - 1); }
+inline uint extract_bits(uint x, uint offset, uint bits) {
+    return bits == 32 ? x : (x >> offset) & ((1u << bits) - 1);
+}
 inline uint insert_bits(uint x, uint y, uint offset, uint bits) {
     const uint mask = bits == 32 ? ~0u : ((1u << bits) - 1) << offset;
     return (x & ~mask) | ((y << offset) & mask);

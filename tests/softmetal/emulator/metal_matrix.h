@@ -1,8 +1,8 @@
 // simdgroup_matrix, 8 x 8. Part of metal_shim.h.
 //
-// Lane l holds two elements of a matrix: row 4 * (l / 16) + (l / 2) % 4 and columns 4 * ((l / 8) % 2) + 2 * (l % 2) and the next one.
-// Apple does not document it, but everybody's kernels rely on it. The products of one element are added in order, in
-// float32.
+// Lane l holds two elements of a matrix: row 4 * (l / 16) + (l / 2) % 4 and columns 4 * ((l / 8) % 2) + 2 * (l % 2) and
+// the next one. Apple does not document it, but everybody's kernels rely on it. The products of one element are added
+// in order, in float32.
 #pragma once
 
 namespace metal {
@@ -30,7 +30,9 @@ typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;
 typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
 
 #ifndef FERRUM_CHECK
-EMU_QUIET inline void emu_matrix_moved() { ::emu::current->matrix_moves++; }
+EMU_QUIET inline void emu_matrix_moved() {
+    ::emu::current->matrix_moves++;
+}
 inline unsigned emu_matrix_row() {
     const unsigned lane = ::emu::current->lane;
     return lane / 16 * 4 + lane / 2 % 4;
@@ -57,7 +59,8 @@ inline simdgroup_matrix<T, Columns, Rows> make_filled_simdgroup_matrix(T value) 
 // Element (row, column) of the matrix is at [row * elements_per_row + column] from `origin` = (column, row) on, or with
 // the two exchanged. Every lane moves its own elements, so that races and overruns are seen per element.
 template <class T, class Pointer>
-inline void emu_matrix_load(simdgroup_matrix<T> &to, Pointer from, ulong elements_per_row, ulong2 origin, bool transposed) {
+inline void emu_matrix_load(simdgroup_matrix<T> &to, Pointer from, ulong elements_per_row, ulong2 origin,
+                            bool transposed) {
     emu_matrix_moved();
     const ulong row = emu_matrix_row(), column = emu_matrix_column();
     for (ulong i = 0; i < 2; i++) {
@@ -66,8 +69,8 @@ inline void emu_matrix_load(simdgroup_matrix<T> &to, Pointer from, ulong element
     }
 }
 template <class T>
-inline void simdgroup_load(simdgroup_matrix<T> &to, const T *from, ulong elements_per_row = 8, ulong2 origin = (ulong2)0ul,
-                           bool transposed = false) {
+inline void simdgroup_load(simdgroup_matrix<T> &to, const T *from, ulong elements_per_row = 8,
+                           ulong2 origin = (ulong2)0ul, bool transposed = false) {
     emu_matrix_load(to, from, elements_per_row, origin, transposed);
 }
 template <class T>
@@ -95,8 +98,8 @@ EMU_QUIET inline void emu_matrix_multiply(unsigned char *area, unsigned lanes) {
 }
 
 template <class R, class A, class B, class C>
-EMU_QUIET inline void simdgroup_multiply_accumulate(simdgroup_matrix<R> &result, simdgroup_matrix<A> a, simdgroup_matrix<B> b,
-                                                    simdgroup_matrix<C> c EMU_PLACE) {
+EMU_QUIET inline void simdgroup_multiply_accumulate(simdgroup_matrix<R> &result, simdgroup_matrix<A> a,
+                                                    simdgroup_matrix<B> b, simdgroup_matrix<C> c EMU_PLACE) {
     float *const area = (float *)::emu::current->area;
     const unsigned at = 8 * emu_matrix_row() + emu_matrix_column();
     for (unsigned i = 0; i < 2; i++) {
@@ -121,12 +124,12 @@ template <class T, int Columns, int Rows>
 simdgroup_matrix<T, Columns, Rows> make_filled_simdgroup_matrix(T value);
 #endif
 // Memory is in one of two address spaces, named by the pointer.
-#define EMU_DECLARE(space)                                                                                      \
-    template <class T>                                                                                          \
-    void simdgroup_load(thread simdgroup_matrix<T> &to, const space T *from, ulong elements_per_row = 8,        \
-                        ulong2 origin = (ulong2)0ul, bool transposed = false);                                  \
-    template <class T>                                                                                          \
-    void simdgroup_store(const thread simdgroup_matrix<T> &from, space T *to, ulong elements_per_row = 8,       \
+#define EMU_DECLARE(space)                                                                                \
+    template <class T>                                                                                    \
+    void simdgroup_load(thread simdgroup_matrix<T> &to, const space T *from, ulong elements_per_row = 8,  \
+                        ulong2 origin = (ulong2)0ul, bool transposed = false);                            \
+    template <class T>                                                                                    \
+    void simdgroup_store(const thread simdgroup_matrix<T> &from, space T *to, ulong elements_per_row = 8, \
                          ulong2 origin = (ulong2)0ul, bool transposed = false);
 EMU_DECLARE(device)
 EMU_DECLARE(threadgroup)

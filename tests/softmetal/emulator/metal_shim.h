@@ -4,7 +4,8 @@
 // Supported
 //   address spaces   device, constant, threadgroup, thread; kernel; every [[attribute]] in its usual place
 //   scalars          half (= _Float16, suffix h), bfloat (= __bf16), uchar, ushort, uint, ulong, size_t
-//   vectors          {half,float,char,uchar,short,ushort,int,uint,long,ulong}{2,3,4}, packed_{half,float,uchar,ushort,uint}{2,3,4}
+//   vectors          {half,float,char,uchar,short,ushort,int,uint,long,ulong}{2,3,4},
+//   packed_{half,float,uchar,ushort,uint}{2,3,4}
 //                    constructors by literal name, float4(a, b.xy, c); swizzles; vec<T, N> as a type
 //   casts            as_type<T>(x), T(x)
 //   math             metal_math.h: metal::, precise:: and fast:: are the same
@@ -36,15 +37,19 @@ typedef ulong uint64_t;
 #ifndef __OPENCL_CPP_VERSION__
 #pragma clang diagnostic ignored "-Wuser-defined-literals"
 typedef _Float16 half;
-inline half operator""h(long double value) { return (half)value; }
-inline half operator""h(unsigned long long value) { return (half)value; }
+inline half operator""h(long double value) {
+    return (half)value;
+}
+inline half operator""h(unsigned long long value) {
+    return (half)value;
+}
 typedef __bf16 bfloat;
 #else
 #pragma OPENCL EXTENSION cl_khr_fp16 : enable
 typedef ushort bfloat;  // C++ for OpenCL has no such type: it checks address spaces, not bfloat arithmetic
 #endif
 
-#define EMU_VECTORS(T)                                    \
+#define EMU_VECTORS(T)                                      \
     typedef T T##2 __attribute__((__ext_vector_type__(2))); \
     typedef T T##3 __attribute__((__ext_vector_type__(3))); \
     typedef T T##4 __attribute__((__ext_vector_type__(4)));
@@ -105,8 +110,8 @@ inline V make(A first, Rest... rest) {
         V to = (V)(E)first;
         return to;
     } else {
-        constexpr int given = ((is_vector<A> ? vector_of<A>::count : 1) + ... +
-                               (is_vector<Rest> ? vector_of<Rest>::count : 1));
+        constexpr int given =
+            ((is_vector<A> ? vector_of<A>::count : 1) + ... + (is_vector<Rest> ? vector_of<Rest>::count : 1));
         static_assert(given == count, "a vector is given too many or too few elements");
         V to = (V)(E)0;
         int at = 0;

@@ -8,7 +8,9 @@
 namespace metal {
 
 enum class mem_flags : uint { mem_none = 0, mem_device = 1, mem_threadgroup = 2, mem_texture = 4 };
-inline constexpr mem_flags operator|(mem_flags a, mem_flags b) { return (mem_flags)((uint)a | (uint)b); }
+inline constexpr mem_flags operator|(mem_flags a, mem_flags b) {
+    return (mem_flags)((uint)a | (uint)b);
+}
 
 }  // namespace metal
 
@@ -51,12 +53,12 @@ EMU_QUIET inline void reduce(unsigned char *area, unsigned lanes) {
     }
 }
 
-#define EMU_OPERATION(name, expression)   \
-    struct name {                         \
-        template <class T>                \
+#define EMU_OPERATION(name, expression)          \
+    struct name {                                \
+        template <class T>                       \
         EMU_QUIET static inline T of(T a, T b) { \
-            return expression;            \
-        }                                 \
+            return expression;                   \
+        }                                        \
     };
 EMU_OPERATION(add, a + b)
 EMU_OPERATION(multiply, a *b)
@@ -71,9 +73,9 @@ EMU_OPERATION(bit_xor, (T)(a ^ b))
 
 namespace metal {
 
-#define EMU_REDUCTION(name, operation)                                                                    \
-    template <class T>                                                                                    \
-    inline T name(T value EMU_PLACE) {                                                                    \
+#define EMU_REDUCTION(name, operation)                                                                         \
+    template <class T>                                                                                         \
+    inline T name(T value EMU_PLACE) {                                                                         \
         return ::emu::taken(::emu::exchange(value, #name, file, line, ::emu::reduce<T, ::emu::operation>), 0); \
     }
 EMU_REDUCTION(simd_sum, add)
@@ -84,17 +86,21 @@ EMU_REDUCTION(simd_or, bit_or)
 EMU_REDUCTION(simd_and, bit_and)
 EMU_REDUCTION(simd_xor, bit_xor)
 #undef EMU_REDUCTION
-inline bool simd_any(bool value EMU_PLACE) { return simd_or((uint)value, file, line) != 0; }
-inline bool simd_all(bool value EMU_PLACE) { return simd_and((uint)value, file, line) != 0; }
+inline bool simd_any(bool value EMU_PLACE) {
+    return simd_or((uint)value, file, line) != 0;
+}
+inline bool simd_all(bool value EMU_PLACE) {
+    return simd_and((uint)value, file, line) != 0;
+}
 
 // From lane `from`; where that is no lane (up and down), the thread's own value.
-#define EMU_SHUFFLE(name, argument, from)                                     \
-    template <class T>                                                        \
-    EMU_QUIET inline T name(T value, ushort argument EMU_PLACE) {             \
-        const unsigned lane = ::emu::current->lane;                           \
-        const unsigned source = (unsigned)(from);                             \
-        T *const all = ::emu::exchange(value, #name, file, line);             \
-        return source < 32 ? ::emu::taken(all, source) : value;               \
+#define EMU_SHUFFLE(name, argument, from)                         \
+    template <class T>                                            \
+    EMU_QUIET inline T name(T value, ushort argument EMU_PLACE) { \
+        const unsigned lane = ::emu::current->lane;               \
+        const unsigned source = (unsigned)(from);                 \
+        T *const all = ::emu::exchange(value, #name, file, line); \
+        return source < 32 ? ::emu::taken(all, source) : value;   \
     }
 EMU_SHUFFLE(simd_shuffle, source_lane, ((void)lane, source_lane))
 EMU_SHUFFLE(simd_broadcast, source_lane, ((void)lane, source_lane))
@@ -124,8 +130,12 @@ EMU_QUIET inline T simd_prefix_exclusive_sum(T value EMU_PLACE) {
     return sum;
 }
 
-inline void threadgroup_barrier(mem_flags flags EMU_PLACE) { ::emu::meet_threadgroup((unsigned)flags, file, line); }
-inline void simdgroup_barrier(mem_flags flags EMU_PLACE) { ::emu::meet_simdgroup((unsigned)flags, file, line); }
+inline void threadgroup_barrier(mem_flags flags EMU_PLACE) {
+    ::emu::meet_threadgroup((unsigned)flags, file, line);
+}
+inline void simdgroup_barrier(mem_flags flags EMU_PLACE) {
+    ::emu::meet_simdgroup((unsigned)flags, file, line);
+}
 
 }  // namespace metal
 

@@ -45,7 +45,7 @@ static Block block_of(const std::vector<char> &contents) {
 int main(int argc, char **argv) {
     if (argc != 2) refuse("expected a directory");
     const std::string directory = std::string(argv[1]) + "/";
-    static std::map<std::string, Block> blocks;  // lives to the end, so nothing leaks
+    static auto &blocks = *new std::map<std::string, Block>;  // lives to the end, so nothing leaks
     const auto find = [](const std::string &name) -> Block & {
         const auto found = blocks.find(name);
         if (found == blocks.end()) refuse("no buffer " + name);

@@ -5,10 +5,10 @@ namespace emu {
 
 // The running GPU thread, as far as the shim needs it.
 struct shim_thread {
-    unsigned char *area;     // of its SIMD-group: what the lanes bring to their next meeting
-    unsigned lane;           // in the SIMD-group
-    unsigned lanes;          // of the SIMD-group: 32, fewer in the last one of an uneven threadgroup
-    unsigned matrix_moves;   // simdgroup_load and simdgroup_store so far: all lanes must make them together
+    unsigned char *area;    // of its SIMD-group: what the lanes bring to their next meeting
+    unsigned lane;          // in the SIMD-group
+    unsigned lanes;         // of the SIMD-group: 32, fewer in the last one of an uneven threadgroup
+    unsigned matrix_moves;  // simdgroup_load and simdgroup_store so far: all lanes must make them together
 };
 constexpr unsigned area_bytes = 2048;
 
@@ -22,8 +22,9 @@ struct function_constant {
     operator bool() const { return constants >> Index & 1; }
 };
 
-// All lanes of the SIMD-group come here, or the dispatch fails. The last one combines what is in the area; then the next
-// meeting's area is another one, so whoever runs ahead does not disturb those who still read this one. Orders no memory.
+// All lanes of the SIMD-group come here, or the dispatch fails. The last one combines what is in the area; then the
+// next meeting's area is another one, so whoever runs ahead does not disturb those who still read this one. Orders no
+// memory.
 void meet(const char *what, const char *file, int line, void (*combine)(unsigned char *area, unsigned lanes));
 
 // Barriers also order memory, unless `flags` is 0.

@@ -1,11 +1,8 @@
 #include "threadgroup.h"
 
 #include <cstring>
-#include <new>
 
-#include <sys/mman.h>
-
-#include "sanitizers.h"
+#include "stacks.h"
 
 namespace emu {
 
@@ -15,28 +12,9 @@ unsigned constants = 0;
 // The threadgroup of this OS thread.
 static thread_local Threadgroup *group __attribute__((tls_model("initial-exec"))) = nullptr;
 
-namespace {
-
-#ifdef EMU_ASAN
-constexpr size_t stack_bytes = 512 << 10;  // red zones around every local array
-constexpr size_t red_zone = 64;
-#else
-constexpr size_t stack_bytes = 64 << 10;
-constexpr size_t red_zone = 0;
-#endif
-constexpr size_t guard_bytes = 4096;
-constexpr size_t memory_bytes = EMU_MAX_THREADGROUP_BYTES + 64 * (64 + red_zone);
-
-inline Thread &me() { return *static_cast<Thread *>(current); }
-
-char *map(char *at, size_t bytes) {
-    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | (at ? MAP_FIXED : 0);
-    void *memory = mmap(at, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
-    if (memory == MAP_FAILED) throw std::bad_alloc();
-    return (char *)memory;
+static inline Thread &me() {
+    return *static_cast<Thread *>(current);
 }
-
-}  // namespace
 
 void meet(const char *what, const char *file, int line, void (*combine)(unsigned char *, unsigned)) {
     group->meet(what, file, line, combine, false);
@@ -44,7 +22,9 @@ void meet(const char *what, const char *file, int line, void (*combine)(unsigned
 void meet_simdgroup(unsigned flags, const char *file, int line) {
     group->meet("simdgroup_barrier", file, line, nullptr, flags != 0);
 }
-void meet_threadgroup(unsigned flags, const char *file, int line) { group->meet_threadgroup(flags, file, line); }
+void meet_threadgroup(unsigned flags, const char *file, int line) {
+    group->meet_threadgroup(flags, file, line);
+}
 void *threadgroup_array(const void *place, unsigned long bytes, const char *name) {
     return group->array(place, bytes, name);
 }
@@ -54,20 +34,21 @@ bool Place::same(const char *other_what, const char *other_file, int other_line)
            (file == other_file || !strcmp(file, other_file));
 }
 
-Threadgroup::Threadgroup() : memory_(map(nullptr, memory_bytes)) {
+Threadgroup::Threadgroup() : memory_(take_memory(memory_bytes)) {
     simdgroups_.resize(EMU_MAX_THREADS / EMU_SIMD_WIDTH);
     threads_.resize(EMU_MAX_THREADS);
     stacks_.reserve(EMU_MAX_THREADS);
+    arrays_.reserve(max_arrays);
 }
 
 Threadgroup::~Threadgroup() {
-    munmap(memory_, memory_bytes);
-    for (const Stack &stack : stacks_) munmap(stack.bottom - guard_bytes, stack.bytes + guard_bytes);
+    give_memory_back(memory_, memory_bytes);
+    for (const Stack &stack : stacks_) give_memory_back(stack.bottom - guard_bytes, stack.bytes + guard_bytes);
 }
 
 Stack *Threadgroup::take_stack() {
     if (free_stacks_.empty()) {
-        char *memory = map(nullptr, stack_bytes + guard_bytes);
+        char *memory = take_memory(stack_bytes + guard_bytes);
         mprotect(memory, guard_bytes, PROT_NONE);
         stacks_.push_back({memory + guard_bytes, stack_bytes});
         return &stacks_.back();
@@ -79,11 +60,12 @@ Stack *Threadgroup::take_stack() {
 
 void Threadgroup::prepare(const Dispatch &dispatch, uint64_t index) {
     dispatch_ = &dispatch;
-    failed_ = false;
+    failure_.kind = Failure::none;
     waiting_ = 0;
     arrays_.clear();
     const uint32_t *count = dispatch.groups, *threads = dispatch.threads;
-    position_[0] = index % count[0], position_[1] = index / count[0] % count[1], position_[2] = index / count[0] / count[1];
+    position_[0] = index % count[0], position_[1] = index / count[0] % count[1],
+    position_[2] = index / count[0] / count[1];
     total_ = threads[0] * threads[1] * threads[2];
     simdgroup_count_ = (total_ + EMU_SIMD_WIDTH - 1) / EMU_SIMD_WIDTH;
 
@@ -96,7 +78,7 @@ void Threadgroup::prepare(const Dispatch &dispatch, uint64_t index) {
     }
 
     // Two threadgroups have nothing to do with each other, though they get the same memory here.
-    if (races_checked) map(memory_, memory_bytes);
+    if (races_checked) renew(memory_, memory_bytes);
     ASAN_UNPOISON_MEMORY_REGION(memory_, memory_bytes);
     memset(memory_, 0xff, memory_bytes);
     memory_asked_ = dispatch.threadgroup_bytes;
@@ -140,7 +122,7 @@ void Threadgroup::prepare(const Dispatch &dispatch, uint64_t index) {
             // A stack of its own, fresh memory to ThreadSanitizer; both made by the caller of run(), so that a thread
             // comes after what the caller did before, and after nothing else.
             thread.stack = take_stack();
-            map(thread.stack->bottom, thread.stack->bytes);
+            renew(thread.stack->bottom + stack_bytes - kernel_stack_bytes, kernel_stack_bytes);
             thread.race_fiber = new_race_fiber();
             spent_race_fibers_.push_back(thread.race_fiber);
         }
@@ -159,10 +141,19 @@ bool Threadgroup::run(const Dispatch &dispatch, uint64_t index) {
     free_stacks_.clear();
     for (Stack &stack : stacks_) {
         free_stacks_.push_back(&stack);
-        if (failed_) ASAN_UNPOISON_MEMORY_REGION(stack.bottom, stack.bytes);
+        if (failure_.kind) ASAN_UNPOISON_MEMORY_REGION(stack.bottom, stack.bytes);
     }
     ASAN_UNPOISON_MEMORY_REGION(memory_, memory_bytes);
-    return !failed_;
+    if (failure_.kind) {
+        message = describe();
+        // What they have done so far is over too, for settle().
+        for (unsigned i = 0; races_checked && i < total_; i++) {
+            switch_race_fiber(threads_[i].race_fiber);
+            release(&finished_);
+        }
+        switch_race_fiber(home_race_fiber_);
+    }
+    return !failure_.kind;
 }
 
 void Threadgroup::settle() {
@@ -207,7 +198,8 @@ void Threadgroup::go(Thread *to, bool for_good) {
     Thread *const from = static_cast<Thread *>(current);
     if (to && !to->context) {
         if (!to->stack) to->stack = take_stack();
-        to->context = boost::context::detail::make_fcontext(to->stack->bottom + to->stack->bytes, to->stack->bytes, body);
+        to->context =
+            boost::context::detail::make_fcontext(to->stack->bottom + to->stack->bytes, to->stack->bytes, body);
     }
 #ifdef EMU_ASAN
     void *unused;
@@ -255,9 +247,9 @@ Thread *Threadgroup::end_of(Thread &thread) {
     release(&finished_);
     simdgroup.done |= bit;
     simdgroup.ready &= ~bit;
-    if (!simdgroup.ready && simdgroup.meeting) fail(stuck(simdgroup, thread));
+    if (!simdgroup.ready && simdgroup.meeting) stuck(simdgroup);
     Thread *to = next();
-    if (!to && waiting_) fail(name(threads_[barrier_.first]) + " waits at " + at(barrier_) + ", but " + name(thread) + " has ended");
+    if (!to && waiting_) fail(Failure::barrier_and_end, threads_[barrier_.first], barrier_, thread);
     return to;
 }
 
@@ -268,11 +260,12 @@ void Threadgroup::meet(const char *what, const char *file, int line, void (*comb
     Thread &thread = me();
     SimdGroup &simdgroup = *thread.simdgroup;
     const unsigned g = &simdgroup - simdgroups_.data();
+    if (races_checked && (char *)__builtin_frame_address(0) < thread.stack->bottom + stack_bytes - kernel_stack_bytes)
+        __builtin_trap();  // else reports of races on the stack itself would follow
     if (!simdgroup.meeting) {
         simdgroup.place = {what, file, line, thread.index};
     } else if (!simdgroup.place.same(what, file, line)) {
-        fail("of one SIMD-group, " + name(threads_[simdgroup.place.first]) + " is at " + at(simdgroup.place) + " and " +
-             name(thread) + " at " + at({what, file, line, 0}));
+        fail(Failure::two_meetings, threads_[simdgroup.place.first], simdgroup.place, thread, {what, file, line, 0});
     }
     if (ordered) release(&simdgroup_begin_[g]);
     simdgroup.meeting |= 1u << thread.lane;
@@ -281,9 +274,7 @@ void Threadgroup::meet(const char *what, const char *file, int line, void (*comb
         for (unsigned lane = 0; lane < thread.lanes; lane++) {
             Thread &other = threads_[g * EMU_SIMD_WIDTH + lane];
             if (other.matrix_moves == thread.matrix_moves) continue;
-            fail("before " + at(simdgroup.place) + ", " + name(other) + " has loaded or stored " +
-                 std::to_string(other.matrix_moves) + " matrices and " + name(thread) + " " +
-                 std::to_string(thread.matrix_moves));
+            fail(Failure::uneven_matrices, other, simdgroup.place, thread);
         }
         if (combine) combine(thread.area, thread.lanes);
         if (ordered) acquire(&simdgroup_begin_[g]), release(&simdgroup_end_[g]);
@@ -294,7 +285,7 @@ void Threadgroup::meet(const char *what, const char *file, int line, void (*comb
             if (Thread *to = next(); to != &thread) go(to, false);
         }
     } else {
-        if (!simdgroup.ready) fail(stuck(simdgroup, threads_[simdgroup.place.first]));
+        if (!simdgroup.ready) stuck(simdgroup);
         go(next(), false);
     }
     if (ordered) acquire(&simdgroup_end_[g]);
@@ -305,13 +296,14 @@ void Threadgroup::meet_threadgroup(unsigned flags, const char *file, int line) {
     Thread &thread = me();
     SimdGroup &simdgroup = *thread.simdgroup;
     const Place place = {"threadgroup_barrier", file, line, thread.index};
-    if (!waiting_) barrier_ = place;
+    if (!waiting_)
+        barrier_ = place;
     else if (!barrier_.same(place.what, file, line))
-        fail(name(threads_[barrier_.first]) + " waits at " + at(barrier_) + " and " + name(thread) + " at " + at(place));
+        fail(Failure::two_barriers, threads_[barrier_.first], barrier_, thread, place);
     if (flags) release(&barrier_begin_);
     simdgroup.at_barrier |= 1u << thread.lane;
     simdgroup.ready &= ~(1u << thread.lane);
-    if (!simdgroup.ready && simdgroup.meeting) fail(stuck(simdgroup, thread));
+    if (!simdgroup.ready && simdgroup.meeting) stuck(simdgroup);
     if (++waiting_ == total_) {
         // Its end is another object than its beginning: who leaves late has not seen what others did since they left.
         if (flags) acquire(&barrier_begin_), release(&barrier_end_);
@@ -326,7 +318,7 @@ void Threadgroup::meet_threadgroup(unsigned flags, const char *file, int line) {
     if (!to) {
         for (unsigned i = 0; i < total_; i++)
             if (threads_[i].simdgroup->done >> threads_[i].lane & 1)
-                fail(name(thread) + " waits at " + at(barrier_) + ", but " + name(threads_[i]) + " has ended");
+                fail(Failure::barrier_and_end, thread, barrier_, threads_[i]);
     }
     if (to != &thread) go(to, false);
     if (flags) acquire(&barrier_end_);
@@ -336,9 +328,8 @@ void *Threadgroup::array(const void *place, size_t bytes, const char *name) {
     for (const Array &array : arrays_)
         if (array.place == place) return array.memory;
     memory_asked_ += bytes;
-    if (memory_asked_ > EMU_MAX_THREADGROUP_BYTES || arrays_.size() == 63)
-        fail("threadgroup memory: " + std::to_string(memory_asked_) + " bytes with array " + name + ", the limit is " +
-             std::to_string(EMU_MAX_THREADGROUP_BYTES));
+    if (memory_asked_ > EMU_MAX_THREADGROUP_BYTES || arrays_.size() == max_arrays)
+        fail(Failure::threadgroup_memory, me(), {name, "", 0, 0}, me());
     char *memory = memory_ + memory_used_;
     memory_used_ += (bytes + 63) / 64 * 64 + red_zone;
     ASAN_UNPOISON_MEMORY_REGION(memory, bytes);
@@ -348,32 +339,23 @@ void *Threadgroup::array(const void *place, size_t bytes, const char *name) {
 
 // ---- Failure
 
-std::string Threadgroup::at(const Place &place) const {
-    const char *slash = strrchr(place.file, '/');
-    return std::string(place.what) + " (" + (slash ? slash + 1 : place.file) + ":" + std::to_string(place.line) + ")";
+// Some lanes wait in a meeting, and the others will never come.
+void Threadgroup::stuck(const SimdGroup &simdgroup) {
+    const unsigned lane = __builtin_ctz(simdgroup.at_barrier | simdgroup.done);
+    const Thread &absent = threads_[(&simdgroup - simdgroups_.data()) * EMU_SIMD_WIDTH + lane];
+    const bool ended = simdgroup.done >> lane & 1;
+    fail(ended ? Failure::meeting_and_end : Failure::meeting_and_barrier, threads_[simdgroup.place.first],
+         simdgroup.place, absent, barrier_);
 }
 
-std::string Threadgroup::name(const Thread &thread) const {
-    const uint32_t *at = thread.arguments.thread_position_in_threadgroup;
-    return "thread (" + std::to_string(at[0]) + ", " + std::to_string(at[1]) + ", " + std::to_string(at[2]) + ")";
-}
-
-// Some lanes wait in a meeting, and the others never come; `known` is one of either kind.
-std::string Threadgroup::stuck(const SimdGroup &simdgroup, const Thread &known) const {
-    const Thread *other = &known;
-    if (simdgroup.meeting >> known.lane & 1) {
-        const unsigned lane = __builtin_ctz(simdgroup.at_barrier | simdgroup.done);
-        other = &threads_[(&simdgroup - simdgroups_.data()) * EMU_SIMD_WIDTH + lane];
-    }
-    const bool ended = simdgroup.done >> other->lane & 1;
-    return name(threads_[simdgroup.place.first]) + " waits in " + at(simdgroup.place) + ", but " + name(*other) +
-           " of the same SIMD-group " + (ended ? "has ended" : "waits at " + at(barrier_));
-}
-
-void Threadgroup::fail(const std::string &what) {
-    message = std::string(dispatch_->kernel->face.name) + ", threadgroup (" + std::to_string(position_[0]) + ", " +
-              std::to_string(position_[1]) + ", " + std::to_string(position_[2]) + "): " + what;
-    failed_ = true;
+// Only takes notes: this fiber is left for good, with whatever lies on its stack.
+void Threadgroup::fail(Failure::Kind kind, const Thread &one, const Place &one_at, const Thread &other,
+                       const Place &other_at) {
+    failure_.kind = kind;
+    failure_.one = &one;
+    failure_.other = &other;
+    failure_.one_at = one_at;
+    failure_.other_at = other_at;
     go(nullptr, true);
     __builtin_unreachable();
 }

@@ -49,6 +49,23 @@ struct Thread : shim_thread {
     call arguments;
 };
 
+// Why a threadgroup cannot go on: two threads, and where they are.
+struct Failure {
+    enum Kind {
+        none,
+        two_meetings,         // different ones, in one SIMD-group
+        meeting_and_end,      // one waits for lanes of which the other has ended
+        meeting_and_barrier,  // … or waits for the threadgroup
+        uneven_matrices,      // lanes did not load and store matrices together
+        two_barriers,
+        barrier_and_end,
+        threadgroup_memory,  // one_at.what: the array that was too much
+    };
+    Kind kind;
+    const Thread *one, *other;
+    Place one_at, other_at;
+};
+
 // What all threadgroups of a dispatch share.
 struct Dispatch {
     const linked_kernel *kernel;
@@ -60,7 +77,7 @@ struct Dispatch {
 };
 
 class Threadgroup {
-public:
+   public:
     Threadgroup();
     ~Threadgroup();
     // Runs threadgroup `index` to its end. False: it failed, and `message` says how.
@@ -75,7 +92,7 @@ public:
     void meet_threadgroup(unsigned flags, const char *file, int line);
     void *array(const void *place, size_t bytes, const char *name);
 
-private:
+   private:
     struct Array {
         const void *place;
         size_t bytes;
@@ -92,10 +109,10 @@ private:
     static void arrived(transfer_t from);
     static void body(transfer_t from);
     Thread *end_of(Thread &thread);
-    [[noreturn]] void fail(const std::string &what);
-    std::string at(const Place &place) const;
-    std::string name(const Thread &thread) const;
-    std::string stuck(const SimdGroup &simdgroup, const Thread &known) const;
+    [[noreturn]] void fail(Failure::Kind kind, const Thread &one, const Place &one_at, const Thread &other,
+                           const Place &other_at = {});
+    [[noreturn]] void stuck(const SimdGroup &simdgroup);
+    std::string describe() const;
 
     const Dispatch *dispatch_ = nullptr;
     std::vector<Thread> threads_;
@@ -115,7 +132,7 @@ private:
     Place barrier_ = {};
     uint64_t random_state_ = 0;
     uint32_t run_ahead_ = 0;  // after one meeting in how many another SIMD-group gets its turn; 0: never
-    bool failed_ = false;
+    Failure failure_ = {};
     fcontext_t return_to_ = nullptr;
     [[maybe_unused]] Stack home_ = {};  // of run(), known once a fiber has started
     void *home_race_fiber_ = nullptr;

@@ -88,7 +88,7 @@ kernel void numbers(device const half *h [[buffer(0)]], device const uchar *byte
 FERRUM_CONSTANT(probe_extra, 20)
 kernel void optional(device float *y [[buffer(0)]],
                      device const float *extra [[buffer(1), function_constant(probe_extra)]],
-                     threadgroup float *memory [[threadgroup(0)]], uint index [[thread_index_in_threadgroup]]) {
+                     threadgroup float *memory FERRUM_THREADGROUP_ARGUMENT, uint index [[thread_index_in_threadgroup]]) {
     memory[index] = float(index);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     y[index] = memory[31 - index] + (probe_extra ? extra[index] : 0.0f);
