@@ -129,6 +129,28 @@ def test_rounds__are_the_definition_and_windowed_attention(seed: int, no_leaks: 
         sequences.commit(k, v, counts)
 
 
+@pytest.mark.parametrize(("head_dim", "rows", "columns"), [(64, 1, 5), (128, 3, 130), (256, 16, 70)])
+def test_attention__is_the_definition_at_any_alignment_and_reads_nothing_masked(
+    head_dim: int, rows: int, columns: int, no_leaks: None
+) -> None:
+    rng = np.random.default_rng(columns)
+    shapes = {"q": (2, 4, rows, head_dim), "keys": (2, 2, columns, head_dim), "values": (2, 2, columns, head_dim)}
+    given = {name: to_bfloat16(rng.standard_normal(shape).astype(np.float32)) for name, shape in shapes.items()}
+    given["mask"] = to_bfloat16(np.zeros((2, 4, rows, columns), np.float32))
+    hidden = rng.random(columns) < 0.6
+    hidden[0] = False
+    given["mask"][..., hidden] = -np.inf
+    expected = reference.dflash2_attention(*given.values(), rounding=False)
+    given["keys"][:, :, hidden] = given["values"][:, :, hidden] = np.nan
+    for padding in (0, 1):  # numbers before the first: 2 bytes
+        arrays = []
+        for x in given.values():
+            flat = pf.array(np.concatenate([np.zeros(padding, pf.bfloat16), x.reshape(-1)]))
+            arrays.append(pf.Array(flat.device, flat.buffer, x.shape, flat.format, flat._offset + 2 * padding))
+        y = np.asarray(pf.dflash2_attention(*arrays), np.float64)
+        np.testing.assert_allclose(y, expected, atol=2.0**-11 * np.abs(expected).max() + 1e-6)
+
+
 def test_rounding__to_nearest_even_in_pack_and_commit() -> None:
     numbers = np.array([bits for bits, _ in ROUNDING], np.uint32).view(np.float32)
     x = np.zeros((1, 2, 1, 64), np.float32)

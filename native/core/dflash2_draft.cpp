@@ -159,12 +159,13 @@ int32_t ferrum_dflash2_select(ferrum_device *device, const ferrum_tensor *ids, c
             .bind(FERRUM_DFLASH2_SELECT_HIDDEN, op.bind(h).resource)
             .bind(FERRUM_DFLASH2_SELECT_PREDECESSORS, op.bind(p).resource)
             .bind(FERRUM_DFLASH2_SELECT_SUCCESSORS, op.bind(n).resource);
+        const ferrum_tensor *draws = &s;  // a slot is never empty
         if (temperature > 0) {
-            const auto &u = op.argument("uniforms", uniforms, {format_f32}, 2);
-            check_shape({name, "uniforms"}, u, {lanes, steps}, "lanes and steps of ids");
-            launch.bind(FERRUM_DFLASH2_SELECT_UNIFORMS, op.bind(u).resource);
+            draws = &op.argument("uniforms", uniforms, {format_f32}, 2);
+            check_shape({name, "uniforms"}, *draws, {lanes, steps}, "lanes and steps of ids");
         }
-        launch.bind(FERRUM_DFLASH2_SELECT_TOKENS, op.bind(tokens.get()).resource)
+        launch.bind(FERRUM_DFLASH2_SELECT_UNIFORMS, op.bind(*draws).resource)
+            .bind(FERRUM_DFLASH2_SELECT_TOKENS, op.bind(tokens.get()).resource)
             .bind(FERRUM_DFLASH2_SELECT_PROBABILITIES, op.bind(q.get()).resource)
             .with(FERRUM_DFLASH2_SELECT_PARAMS,
                   ferrum_dflash2_select_params{uint32_t(lanes), uint32_t(steps), uint32_t(k), uint32_t(rank),

@@ -374,7 +374,7 @@ enum {
     FERRUM_DFLASH2_SELECT_HIDDEN,        /* f32 [lanes, steps, rank] */
     FERRUM_DFLASH2_SELECT_PREDECESSORS,  /* f32 [lanes, 1 + (steps - 1) * candidates, rank] */
     FERRUM_DFLASH2_SELECT_SUCCESSORS,    /* f32 [lanes, steps, candidates, rank] */
-    FERRUM_DFLASH2_SELECT_UNIFORMS,      /* f32 [lanes, steps]; not bound where temperature is 0 */
+    FERRUM_DFLASH2_SELECT_UNIFORMS,      /* f32 [lanes, steps]; any buffer, not read, where temperature is 0 */
     FERRUM_DFLASH2_SELECT_TOKENS,        /* i32 [lanes, steps] */
     FERRUM_DFLASH2_SELECT_PROBABILITIES, /* f32 [lanes, steps, candidates] */
     FERRUM_DFLASH2_SELECT_PARAMS
