@@ -116,19 +116,21 @@ template <class F>
 void decode_panel(const Call &call, uint32_t first, int count, uint32_t first_block, uint32_t blocks,
                   const Panel &panel) {
     const auto &p = call.params<ferrum_linear_params>();
-    for (int o = 0; o < kOutputs; o++) {
-        // Outputs past the last one repeat it; their sums are dropped.
-        const uint8_t *weights =
+    const uint8_t *weights[kOutputs];
+    for (int o = 0; o < kOutputs; o++)  // outputs past the last one repeat it; their sums are dropped
+        weights[o] =
             call.at<const uint8_t>(FERRUM_LINEAR_WEIGHT) + (first + (o < count ? o : count - 1)) * p.weight_row_bytes;
-        for (uint32_t b = 0; b < blocks; b++) {
+    for (uint32_t b = 0; b < blocks; b++) {
+        i32x16 pairs[kOutputs];
+        FERRUM_UNROLL for (int o = 0; o < kOutputs; o++) {
             Block w;
-            F::decode(weights, first_block + b, w);
-            int32_t pairs[16];
-            memcpy(pairs, &w.q, sizeof(pairs));
-            FERRUM_UNROLL for (int s = 0; s < 16; s++) panel.pairs[(b * 16 + s) * kOutputs + o] = pairs[s];
+            F::decode(weights[o], first_block + b, w);
+            pairs[o] = w.q;
             for (int g = 0; g < 32 / F::group; g++) panel.scales[(b * (32 / F::group) + g) * kOutputs + o] = w.scale[g];
             if (F::has_min) panel.mins[b * kOutputs + o] = w.min;
         }
+        transpose(pairs);
+        memcpy(panel.pairs + b * 16 * kOutputs, pairs, sizeof(pairs));
     }
 }
 

@@ -205,6 +205,39 @@ static FERRUM_ALWAYS_INLINE i32x16 sums_of(const i32x16 *v) {
 #endif
     return r;
 }
+// Lane j of row i becomes lane i of row j.
+static FERRUM_ALWAYS_INLINE void transpose(i32x16 *v) {
+#if defined(__AVX512F__)
+    __m512i a[16], b[16];
+    FERRUM_UNROLL for (int i = 0; i < 16; i++) a[i] = (__m512i)v[i].part[0];
+    // Pairs of rows, pairs of pairs, then 128-bit quarters twice.
+    FERRUM_UNROLL for (int i = 0; i < 8; i++) {
+        b[2 * i] = _mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
+        b[2 * i + 1] = _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]);
+    }
+    FERRUM_UNROLL for (int i = 0; i < 4; i++) FERRUM_UNROLL for (int j = 0; j < 2; j++) {
+        a[4 * i + 2 * j] = _mm512_unpacklo_epi64(b[4 * i + j], b[4 * i + j + 2]);
+        a[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(b[4 * i + j], b[4 * i + j + 2]);
+    }
+    FERRUM_UNROLL for (int j = 0; j < 4; j++) {
+        const __m512i low = _mm512_shuffle_i32x4(a[j], a[4 + j], 0x88),
+                      high = _mm512_shuffle_i32x4(a[j], a[4 + j], 0xdd);
+        const __m512i low2 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0x88);
+        const __m512i high2 = _mm512_shuffle_i32x4(a[8 + j], a[12 + j], 0xdd);
+        v[j].part[0] = (IntRegister)_mm512_shuffle_i32x4(low, low2, 0x88);
+        v[8 + j].part[0] = (IntRegister)_mm512_shuffle_i32x4(low, low2, 0xdd);
+        v[4 + j].part[0] = (IntRegister)_mm512_shuffle_i32x4(high, high2, 0x88);
+        v[12 + j].part[0] = (IntRegister)_mm512_shuffle_i32x4(high, high2, 0xdd);
+    }
+#else
+    int32_t from[16][16], to[16][16];
+    memcpy(from, v, sizeof(from));
+    for (int i = 0; i < 16; i++)
+        for (int j = 0; j < 16; j++) to[j][i] = from[i][j];
+    memcpy(v, to, sizeof(to));
+#endif
+}
+
 // The pairs of the first 16 integers, or of the last 16; zero elsewhere.
 static FERRUM_ALWAYS_INLINE i32x16 half_of(i32x16 pairs, int which) {
     int32_t lanes[16];
