@@ -1,7 +1,7 @@
 """DFlash 2 as pure functions: a ring of context, blocks packed over it, and what a draft layer does with them.
 
 A draft model proposes a whole block of tokens in one pass. Its queries see the block itself, both ways, and the last
-tokens of the context, whose keys and values come from the target's hidden states and live in a ring: FACTS B. Letters
+tokens of the context, whose keys and values come from the target's hidden states and live in a ring. Letters
 in shapes: B lanes (sequences drafted together), H and Hk query and key heads, D head_dim, R rows of a block, W window.
 """
 
@@ -44,7 +44,7 @@ def dflash2_pack(
         comes from the ring keeps its bits.
 
     Raises:
-        InvalidArgument: a geometry that breaks a rule of FACTS B.1; the message names it.
+        InvalidArgument: a geometry that breaks a rule; the message names it.
     """
     arrays = [as_array(x, name, device=ring.device) for x, name in ((q, "q"), (k, "k"), (v, "v"))]
     buffers = _native.operation("dflash2_pack", ring.handle, *(x.tensor for x in arrays), outputs=3)
@@ -135,7 +135,7 @@ def dflash2_attention(
 def dflash2_conv(
     x: ArrayLike | Array, base_kernel: ArrayLike | Array, dynamic: ArrayLike | Array, *, side: int, rows: int
 ) -> Array:
-    """Grouped dynamic causal convolution inside each block (FACTS D.1).
+    """Grouped dynamic causal convolution inside each block.
 
     y[t, c] = sum over taps of (base_kernel[side, tap, c] + dynamic[t, side, tap, group of c]) * x[t - tap, c], where
     rows before a block's first count as zero.
@@ -196,7 +196,7 @@ def dflash2_select(
     temperature: float = 0.0,
     uniforms: ArrayLike | Array | None = None,
 ) -> tuple[Array, Array, Array]:
-    """The candidate selector (FACTS D.2): a walk over each step's k best tokens.
+    """The candidate selector: a walk over each step's k best tokens.
 
     score(b) = logits[t, b] + sum over r of predecessor[chosen, r] * projected[t, r] * successor[b, r].
 

@@ -225,7 +225,7 @@ class _Decoding:
         return new, [np.asarray(rows) for rows in logits], features
 
     def _accept(self, lane: _Lane, draft: Proposal, scores: np.ndarray[Any, Any]) -> tuple[int, int]:
-        """How many drafts stand, and the token behind them (FACTS C.6)."""
+        """How many drafts stand, and the token behind them (Leviathan et al. 2023)."""
         if self.sampling.temp == 0:
             best = scores.argmax(axis=1)
             accepted = next((i for i, d in enumerate(draft.tokens) if d != best[i]), len(draft.tokens))

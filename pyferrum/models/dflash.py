@@ -1,6 +1,6 @@
 """DFlash and DFlash 2 draft models: a few layers that propose a whole block of tokens in one pass.
 
-Formulas: FACTS C.1, C.2, D.1, D.2, after z-lab/dflash. A draft model owns no embedding and no output matrix: it uses
+Formulas after z-lab/dflash. A draft model owns no embedding and no output matrix: it uses
 its target's, and taps the target's residual stream for its context. The same functions run on `pyferrum` and on
 `pyferrum.reference`: pass the module as `ops`. Letters in shapes: B lanes, R rows of a block.
 """

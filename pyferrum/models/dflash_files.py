@@ -1,6 +1,6 @@
 """Checkpoints of draft models: `DFlashDraftModel` and `DFlash2DraftModel` in safetensors, `dflash` in GGUF.
 
-Names and keys: FACTS C.7, C.8, D.3 to D.6. Loading is strict: a tensor too few or too many is an error, because a draft
+Names and keys are those of the published files. Loading is strict: a tensor too few or too many is an error, because a draft
 model with a part left out still runs, and only its acceptance tells.
 """
 

@@ -1,4 +1,4 @@
-"""The block functions of DFlash 2, as definitions (FACTS B, D.1, D.2).
+"""The block functions of DFlash 2, as definitions.
 
 Whatever moves bits (pack, mask, commit, mask rows) is exact to the bit; attention, convolution and selection are
 float64, rounded where the numerics contract rounds.
@@ -17,7 +17,7 @@ from pyferrum.reference.ops import Numbers, half, top_k, wide
 
 
 def to_bfloat16(x: Any) -> Numbers:
-    """float32 to bfloat16, to nearest even on the bits; a NaN stays one (FACTS B.7)."""
+    """float32 to bfloat16, to nearest even on the bits; a NaN stays one."""
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     rounded = (bits + np.uint64(0x7FFF) + ((bits >> 16) & 1)) >> np.uint64(16)
     nan = (bits & 0x7FFFFFFF) > 0x7F800000
@@ -124,7 +124,7 @@ def dflash2_attention(q: Any, keys: Any, values: Any, mask: Any, *, rounding: bo
 
 
 def dflash2_conv(x: Any, base_kernel: Any, dynamic: Any, *, side: int, rows: int, rounding: bool = True) -> Numbers:
-    """Each channel's taps over the rows of its own block: base + dynamic coefficients (FACTS D.1)."""
+    """Each channel's taps over the rows of its own block: base + dynamic coefficients."""
     z, base = wide(x), wide(base_kernel)[side]
     taps, width = base.shape
     z = z.reshape(-1, rows, width)
@@ -147,7 +147,7 @@ def dflash2_select(
     temperature: float = 0.0,
     uniforms: Any = None,
 ) -> tuple[Numbers, Numbers, Numbers]:
-    """(tokens [B, T], candidates [B, T, k], probabilities [B, T, k]) of the selector's walk (FACTS D.2)."""
+    """(tokens [B, T], candidates [B, T, k], probabilities [B, T, k]) of the selector's walk."""
     lanes = len(anchors)
     values, ids = top_k(np.asarray(logits), k)
     ids, values = ids.reshape(lanes, -1, k), values.astype(np.float64).reshape(lanes, -1, k)
