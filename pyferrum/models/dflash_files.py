@@ -1,7 +1,7 @@
 """Checkpoints of draft models: `DFlashDraftModel` and `DFlash2DraftModel` in safetensors, `dflash` in GGUF.
 
-Names and keys are those of the published files. Loading is strict: a tensor too few or too many is an error, because a draft
-model with a part left out still runs, and only its acceptance tells.
+Names and keys are those of the published files. Loading is strict: a tensor too few or too many is an error, because
+a draft model with a part left out still runs, and only its acceptance tells.
 """
 
 from __future__ import annotations
