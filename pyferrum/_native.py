@@ -194,15 +194,24 @@ def _contents(buffer: Handle) -> tuple[Any, int]:
     return data[0], size[0]
 
 
+class _Memory:
+    """A buffer's bytes for NumPy: whoever looks at them holds this, and this holds the buffer.
+
+    No destructor in Python: an interrupt that arrives in one would be lost.
+    """
+
+    __slots__ = ("__array_interface__", "_buffer")
+
+    def __init__(self, buffer: Handle) -> None:
+        data, size = _contents(buffer)
+        self._buffer = buffer
+        address = int(ffi.cast("uintptr_t", data))
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (size,), "data": (address, True)}
+
+
 def buffer_view(buffer: Handle) -> np.ndarray[Any, Any]:
     """The buffer's bytes, read-only uint8, once every call that writes them is done; keeps the buffer alive."""
-    data, size = _contents(buffer)
-
-    def keep(pointer: Any, owner: Any = buffer) -> None:
-        """Holds `owner` until NumPy is done with the memory."""
-
-    # A read-only memoryview, so that nobody can turn the array's write flag back on.
-    return np.frombuffer(memoryview(ffi.buffer(ffi.gc(data, keep), size)).toreadonly(), dtype=np.uint8)
+    return np.asarray(_Memory(buffer))
 
 
 def buffer_wait(buffer: Handle) -> None:
