@@ -346,6 +346,13 @@ def _params_struct(kernel: str) -> str:
 # ---- Other operations
 
 
+def weight_prepare(device: Handle, weight: Any) -> int:
+    """Let the device make what it needs to multiply a matrix often; gives the bytes it holds for that."""
+    held = ffi.new("uint64_t *")
+    _check(lib.ferrum_weight_prepare(device[0], weight, held))
+    return int(held[0])
+
+
 def operation(name: str, owner: Handle, *arguments: Any, outputs: int = 1) -> list[Handle]:
     """Call `ferrum_<name>(owner, *arguments, out…)` of a device or a ring; gives the output buffers."""
     outs = [_empty("buffer") for _ in range(outputs)]

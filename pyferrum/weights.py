@@ -51,7 +51,18 @@ def block_array(data: ArrayLike, format: str, shape: tuple[int, int], *, device:
         raise InvalidArgument(f"data: expected uint8, the blocks' bytes, got {blocks.dtype}")
     device = device or default_device()
     check_blocks("data", format, shape, blocks.size)
-    return BlockArray(device, _native.buffer_from(device.handle, blocks), shape, format)
+    weight = BlockArray(device, _native.buffer_from(device.handle, blocks), shape, format)
+    prepare(weight)
+    return weight
+
+
+def prepare(weight: Weight) -> int:
+    """Let the weight's device make what it needs to multiply it often; no result depends on it.
+
+    Loaders and `block_array` do this. Gives the bytes that the device holds beside the weight, as long as that lives:
+    the CPU device keeps a copy in the order its kernels read, Metal multiplies the stored form.
+    """
+    return _native.weight_prepare(weight.device.handle, weight.tensor)
 
 
 def check_blocks(name: str, format: str, shape: tuple[int, ...], nbytes: int) -> None:

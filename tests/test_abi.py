@@ -192,6 +192,7 @@ def valid_arguments() -> dict[str, Callable[[], list[Any]]]:
         "buffer_wrap": lambda: [device, ffi.cast("void *", outside), 64, o("ferrum_buffer **")],
         "buffer_release": lambda: [o("ferrum_buffer **")],
         "buffer_contents": lambda: [buffer, o("void **"), o("uint64_t *")],
+        "weight_prepare": lambda: [device, q, o("uint64_t *")],
         "state_new": lambda: [device, 1, 4, o("ferrum_state **")],
         "state_release": lambda: [o("ferrum_state **")],
         "state_describe": lambda: [state, o("ferrum_state_summary *")],
@@ -278,7 +279,7 @@ def hostile_structs() -> None:
     table = valid_arguments()
     kinds = {name: ffi.typeof(getattr(_native.lib, f"ferrum_{name}")).args for name in table}
     slots = [(name, at) for name in table for at, k in enumerate(kinds[name]) if k is ffi.typeof("ferrum_tensor *")]
-    assert len(slots) == 43
+    assert len(slots) == 44
     for (name, at), change in itertools.product(slots, HOSTILE_TENSORS):
         arguments = table[name]()
         arguments[at] = ffi.new("ferrum_tensor *", arguments[at][0])

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import pyferrum as pf
-from pyferrum import reference
+from pyferrum import _native, reference
+from pyferrum.weights import prepare
 from tests.cases.weights import ALL_FORMATS, random_weight
 
 formats = pytest.mark.parametrize("format", ALL_FORMATS)
@@ -61,6 +62,19 @@ def test_linear__a_row_has_the_same_bits_in_any_company(format: str) -> None:
     together = np.asarray(pf.linear(x, weight, dtype=np.float32))
     for first, last in ((0, 1), (1, 3), (3, 6), (6, 11), (11, 20), (5, 530), (599, 600)):
         np.testing.assert_array_equal(pf.linear(x[first:last], weight, dtype=np.float32), together[first:last])
+
+
+@formats
+@pytest.mark.parametrize("rows", [1, 21, 100])
+def test_linear__a_weight_the_device_prepared_gives_the_same_bits(format: str, rows: int, no_leaks: None) -> None:
+    rng = np.random.default_rng(11)
+    x, given = rng.standard_normal((rows, 512)).astype(np.float16), random_weight(rng, format, (75, 512))
+    weight = type(given)(given.device, _native.buffer_from(given.device.handle, given._bytes()), given.shape, format)
+    as_stored = np.asarray(pf.linear(x, weight, dtype=np.float32))
+    held = prepare(weight)
+    assert held == 0 or held >= weight.nbytes
+    assert prepare(weight) == held
+    np.testing.assert_array_equal(pf.linear(x, weight, dtype=np.float32), as_stored)
 
 
 @formats

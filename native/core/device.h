@@ -162,6 +162,11 @@ class Device : public RefCounted {
     virtual Ref<Buffer> wrap(const void *data, uint64_t bytes) = 0;
     virtual std::unique_ptr<Slab> allocate_slab(uint64_t bytes) = 0;
     virtual void submit(Submission &&work) = 0;
+    // Makes what the device needs to multiply this checked matrix often; gives the bytes it holds for that.
+    virtual uint64_t prepare(const ferrum_tensor &weight) {
+        (void)weight;
+        return 0;
+    }
     virtual void wait() = 0;  // until everything submitted is done
     virtual ferrum_device_summary describe() const = 0;
     virtual Traits traits() const = 0;

@@ -21,6 +21,18 @@ int32_t ferrum_rms_norm(ferrum_device *device, const ferrum_tensor *x, const fer
     });
 }
 
+int32_t ferrum_weight_prepare(ferrum_device *device, const ferrum_tensor *weight, uint64_t *out_bytes) {
+    return guard([&] {
+        Operation op("weight_prepare", device);
+        const auto &w = op.argument("weight", weight, {}, 2);
+        if (!weight_format(w.format))
+            fail(FERRUM_UNSUPPORTED, "[weight_prepare] weight: no kernel reads format %s",
+                 format_name(w.format).c_str());
+        uint64_t &result = *required(out_bytes, "out_bytes");
+        result = op.device()->prepare(w);
+    });
+}
+
 int32_t ferrum_linear(ferrum_device *device, const ferrum_tensor *x, const ferrum_tensor *weight,
                       const ferrum_tensor *bias, uint32_t output_format, ferrum_buffer **out_y) {
     return guard([&] {

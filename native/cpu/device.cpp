@@ -6,8 +6,9 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <unordered_map>
 
-#include "../core/arena.h"
+#include "../core/launch.h"
 #include "kernels.h"
 #include "pool.h"
 
@@ -65,9 +66,63 @@ class BlockCache {
     uint64_t cached_ = 0;
 };
 
+constexpr uint64_t kHugePage = 2 << 20;
+constexpr uint64_t kPreparedSlab = 32 << 20;
+
+class MappedSlab : public Slab {
+   public:
+    explicit MappedSlab(uint64_t bytes, bool huge_pages = false) : bytes_(bytes) {
+        data_ = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (data_ == MAP_FAILED) throw std::bad_alloc();
+#ifdef MADV_HUGEPAGE
+        if (huge_pages)
+            madvise(data_, bytes, MADV_HUGEPAGE);  // a wish: weights are streamed, and a page walk stalls that
+#else
+        (void)huge_pages;
+#endif
+    }
+    ~MappedSlab() override { munmap(data_, bytes_); }
+    uint8_t *host() override { return static_cast<uint8_t *>(data_); }
+    uint64_t device_address() override { return uint64_t(data_); }
+    uint64_t bytes() const { return bytes_; }
+
+   private:
+    void *data_;
+    uint64_t bytes_;
+};
+
 class CpuDevice;
 
-class OwnedBuffer : public Buffer {
+// A matrix that lies in a buffer at some offset, laid out for the linear kernels.
+struct Prepared {
+    uint32_t format;
+    uint64_t rows, width;
+    std::shared_ptr<MappedSlab> slab;
+    uint8_t *data;
+};
+
+class CpuBuffer : public Buffer {
+   public:
+    using Buffer::Buffer;
+    const uint8_t *prepared(uint64_t offset, uint32_t format, uint64_t rows, uint64_t width) {
+        std::lock_guard lock(mutex_);
+        auto found = prepared_.find(offset);
+        if (found == prepared_.end()) return nullptr;
+        const Prepared &p = found->second;
+        return p.format == format && p.rows == rows && p.width == width ? p.data : nullptr;
+    }
+    // The first one of an offset stays: a launch may be reading it.
+    void keep_prepared(uint64_t offset, Prepared &&copy) {
+        std::lock_guard lock(mutex_);
+        prepared_.emplace(offset, std::move(copy));
+    }
+
+   private:
+    std::mutex mutex_;
+    std::unordered_map<uint64_t, Prepared> prepared_;
+};
+
+class OwnedBuffer : public CpuBuffer {
    public:
     OwnedBuffer(CpuDevice *device, uint64_t bytes);
     ~OwnedBuffer() override;
@@ -80,10 +135,10 @@ class OwnedBuffer : public Buffer {
     void *data_;
 };
 
-class WrappedBuffer : public Buffer {
+class WrappedBuffer : public CpuBuffer {
    public:
     WrappedBuffer(Device *device, const void *data, uint64_t bytes)
-        : Buffer(device, bytes), data_(const_cast<void *>(data)) {}
+        : CpuBuffer(device, bytes), data_(const_cast<void *>(data)) {}
     void *host() override { return data_; }
     uint64_t device_address() override { return uint64_t(data_); }
 
@@ -91,38 +146,24 @@ class WrappedBuffer : public Buffer {
     void *data_;
 };
 
-class MappedSlab : public Slab {
-   public:
-    explicit MappedSlab(uint64_t bytes) : bytes_(bytes) {
-        data_ = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (data_ == MAP_FAILED) throw std::bad_alloc();
-    }
-    ~MappedSlab() override { munmap(data_, bytes_); }
-    uint8_t *host() override { return static_cast<uint8_t *>(data_); }
-    uint64_t device_address() override { return uint64_t(data_); }
-
-   private:
-    void *data_;
-    uint64_t bytes_;
-};
-
 struct InstructionSet {
     const char *name;
     const KernelFunction *kernels;
+    void (*pack)(const Packing &job, uint64_t group);
     bool available;
 };
 
 std::vector<InstructionSet> instruction_sets() {
     return {
 #if defined(__x86_64__)
-        {"avx512", avx512::kernels,
+        {"avx512", avx512::kernels, avx512::pack,
          __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
              __builtin_cpu_supports("avx512vnni")},
-        {"avx2", avx2::kernels,
+        {"avx2", avx2::kernels, avx2::pack,
          __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")},
 #endif
-        {"portable", portable::kernels, true},
+        {"portable", portable::kernels, portable::pack, true},
     };
 }
 
@@ -164,13 +205,14 @@ struct Launches : Job {
         for (size_t i = 0; i < calls.size(); i++) {
             const ferrum_launch &launch = work.launches[i];
             Call &call = calls[i];
-            call = {&launch, {}, nullptr, 0, false, threads};
+            call = {&launch, {}, nullptr, nullptr, 0, false, threads};
             for (uint32_t b = 0; b < launch.binding_count; b++) {
                 const ferrum_binding &binding = launch.bindings[b];
                 const Resource &resource = work.resources[binding.resource];
                 call.slots[binding.slot] =
                     static_cast<uint8_t *>(resource.buffer->host()) + resource.offset + binding.offset;
             }
+            if (is_linear(launch.kernel)) call.packed = prepared_weight(launch);
             // Launches that may overlap have temporary memory of their own, but projections of one input share it.
             if (launch.barrier) at = 0;
             call.temp_offset = at;
@@ -181,6 +223,17 @@ struct Launches : Job {
             at = std::max(at, call.temp_offset + align_up(cpu::temp_bytes(launch, threads), 64));
             temp_bytes = std::max(temp_bytes, at);
         }
+    }
+    const uint8_t *prepared_weight(const ferrum_launch &launch) const {
+        const auto &p = *reinterpret_cast<const ferrum_linear_params *>(launch.params);
+        for (uint32_t b = 0; b < launch.binding_count; b++) {
+            if (launch.bindings[b].slot != FERRUM_LINEAR_WEIGHT) continue;
+            const Resource &resource = work.resources[launch.bindings[b].resource];
+            return static_cast<CpuBuffer *>(resource.buffer)
+                ->prepared(resource.offset + launch.bindings[b].offset, linear_format(launch.kernel), p.out_features,
+                           p.in_features);
+        }
+        return nullptr;
     }
     void run(Worker &worker) override {
         for (const Call &call : calls) {
@@ -193,6 +246,16 @@ struct Launches : Job {
     const KernelFunction *const kernels;
     std::vector<Call> calls;
     uint64_t temp_bytes = 0;
+};
+
+struct PackingJob : Job {
+    PackingJob(const Packing &packing, void (*pack)(const Packing &, uint64_t))
+        : Job(1), packing(packing), pack(pack) {}
+    void run(Worker &worker) override {
+        worker.for_each(div_up(packing.rows, kGroupOutputs), 8, [&](uint64_t group) { pack(packing, group); });
+    }
+    const Packing packing;
+    void (*const pack)(const Packing &, uint64_t);
 };
 
 class CpuDevice : public Device {
@@ -233,6 +296,28 @@ class CpuDevice : public Device {
         job->work.keep.clear();
     }
 
+    uint64_t prepare(const ferrum_tensor &weight) override {
+        const uint64_t rows = weight.shape[0], width = weight.shape[1];
+        const FormatInfo &info = *weight_format(weight.format);
+        auto *buffer = reinterpret_cast<CpuBuffer *>(weight.buffer);
+        const uint64_t bytes = packed_bytes(weight.format, rows, width);
+        if (bytes == 0 || buffer->prepared(weight.offset, weight.format, rows, width)) return bytes;
+        buffer->wait();
+        std::lock_guard lock(run_);
+        if (!prepared_slab_ || prepared_slab_->bytes() - prepared_used_ < bytes) {
+            prepared_slab_ = std::make_shared<MappedSlab>(std::max(align_up(bytes, kHugePage), kPreparedSlab), true);
+            prepared_used_ = 0;
+        }
+        Prepared copy{weight.format, rows, width, prepared_slab_, prepared_slab_->host() + prepared_used_};
+        prepared_used_ += align_up(bytes, 64);
+        pool_->run(std::make_shared<PackingJob>(
+            Packing{static_cast<const uint8_t *>(buffer->host()) + weight.offset, rows, width,
+                    width / info.block_elements * info.block_bytes, weight.format, copy.data},
+            set_.pack));
+        buffer->keep_prepared(weight.offset, std::move(copy));
+        return bytes;
+    }
+
     BlockCache blocks;
 
    private:
@@ -241,10 +326,12 @@ class CpuDevice : public Device {
     std::mutex run_;
     std::unique_ptr<uint8_t, decltype(&free)> temp_{nullptr, &free};
     uint64_t temp_size_ = 0;
+    std::shared_ptr<MappedSlab> prepared_slab_;  // the one being filled; each copy in it keeps it alive
+    uint64_t prepared_used_ = 0;
 };
 
 OwnedBuffer::OwnedBuffer(CpuDevice *device, uint64_t bytes)
-    : Buffer(device, bytes), cpu_(device), size_(BlockCache::size_class(bytes)), data_(device->blocks.take(size_)) {}
+    : CpuBuffer(device, bytes), cpu_(device), size_(BlockCache::size_class(bytes)), data_(device->blocks.take(size_)) {}
 
 OwnedBuffer::~OwnedBuffer() {
     if (cpu_->forked()) return;  // the cache's lock may have been held by a thread that is not in the child

@@ -60,28 +60,19 @@ void embed_rows(const Call &call, Worker &worker, Body &&body) {
 }
 
 template <class F>
-void embed_dense(const Call &call, Worker &worker) {
+void embed(const Call &call, Worker &worker) {
     const uint32_t width = call.params<ferrum_embed_params>().width;
     embed_rows(call, worker, [&](const uint8_t *weights, uint64_t at) {
-        for (uint32_t i = 0; i < width; i += kLanes) put(call, at + i, F::elements(weights, i, width - i), width - i);
-    });
-}
-
-template <class F>
-void embed_blocks(const Call &call, Worker &worker) {
-    const uint32_t width = call.params<ferrum_embed_params>().width;
-    embed_rows(call, worker, [&](const uint8_t *weights, uint64_t at) {
-        for (uint32_t b = 0; b < width / 32; b++) {
-            Block w;
-            F::decode(weights, b, w);
-            int16_t q[32];
-            memcpy(q, &w.q, sizeof(q));
-            float values[32];
-            for (int i = 0; i < 32; i++) values[i] = w.scale[i / F::group] * (float)q[i];
-            if (F::has_min)
-                for (int i = 0; i < 32; i++) values[i] += w.min;
-            put(call, at + 32 * b, load(values), kLanes);
-            put(call, at + 32 * b + 16, load(values + 16), kLanes);
+        if constexpr (F::bits > 8) {
+            const auto *from = (const typename F::Element *)weights;
+            for (uint32_t i = 0; i < width; i += kLanes) put(call, at + i, load_up_to(from + i, width - i), width - i);
+        } else {
+            for (uint32_t b = 0; b < width / 32; b++) {
+                float values[32];
+                block_values<F>(weights, b, values);
+                put(call, at + 32 * b, load(values), kLanes);
+                put(call, at + 32 * b + 16, load(values + 16), kLanes);
+            }
         }
     });
 }
@@ -115,38 +106,11 @@ void swiglu_f16(const Call &call, Worker &worker) {
     });
 }
 
-void embed_f32(const Call &call, Worker &worker) {
-    embed_dense<f32>(call, worker);
-}
-void embed_f16(const Call &call, Worker &worker) {
-    embed_dense<f16>(call, worker);
-}
-void embed_bf16(const Call &call, Worker &worker) {
-    embed_dense<bf16>(call, worker);
-}
-void embed_q4_0(const Call &call, Worker &worker) {
-    embed_blocks<q4_0>(call, worker);
-}
-void embed_q4_1(const Call &call, Worker &worker) {
-    embed_blocks<q4_1>(call, worker);
-}
-void embed_q5_0(const Call &call, Worker &worker) {
-    embed_blocks<q5_0>(call, worker);
-}
-void embed_q5_1(const Call &call, Worker &worker) {
-    embed_blocks<q5_1>(call, worker);
-}
-void embed_q8_0(const Call &call, Worker &worker) {
-    embed_blocks<q8_0>(call, worker);
-}
-void embed_q4_k(const Call &call, Worker &worker) {
-    embed_blocks<q4_k>(call, worker);
-}
-void embed_q5_k(const Call &call, Worker &worker) {
-    embed_blocks<q5_k>(call, worker);
-}
-void embed_q6_k(const Call &call, Worker &worker) {
-    embed_blocks<q6_k>(call, worker);
-}
+#define FERRUM_EMBED(NAME, name, id, elements, bytes)     \
+    void embed_##name(const Call &call, Worker &worker) { \
+        embed<name>(call, worker);                        \
+    }
+FERRUM_FORMATS(FERRUM_EMBED)
+#undef FERRUM_EMBED
 
 }  // namespace ferrum::cpu::FERRUM_CPU_ISA

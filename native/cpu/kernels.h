@@ -20,9 +20,10 @@ constexpr uint32_t kMaxSlots = 12;
 struct Call {
     const ferrum_launch *launch;
     uint8_t *slots[kMaxSlots];
-    uint8_t *temp;         // temp_bytes(launch), shared by all threads
-    uint64_t temp_offset;  // where in the device's temporary memory that is
-    bool temp_is_ready;    // an earlier launch of this barrier group already put the same input there
+    const uint8_t *packed;  // of a linear launch whose weight the device has prepared: its copy, else NULL
+    uint8_t *temp;          // temp_bytes(launch), shared by all threads
+    uint64_t temp_offset;   // where in the device's temporary memory that is
+    bool temp_is_ready;     // an earlier launch of this barrier group already put the same input there
     unsigned threads;
 
     template <class Params>
@@ -41,15 +42,28 @@ using KernelFunction = void (*)(const Call &call, Worker &worker);
 // At most this many shared loops in one kernel.
 constexpr unsigned kLoopsPerLaunch = 3;
 
+// A matrix to be laid out as packed.h says, a group of sixteen outputs a work item.
+struct Packing {
+    const uint8_t *from;
+    uint64_t rows, width, row_bytes;
+    uint32_t format;
+    uint8_t *to;
+};
+constexpr uint64_t kGroupOutputs = 16;
+uint64_t packed_bytes(uint32_t format, uint64_t rows, uint64_t width);
+
 namespace portable {
 extern const KernelFunction kernels[kernel_count];
-}
+void pack(const Packing &job, uint64_t group);
+}  // namespace portable
 namespace avx2 {
 extern const KernelFunction kernels[kernel_count];
-}
+void pack(const Packing &job, uint64_t group);
+}  // namespace avx2
 namespace avx512 {
 extern const KernelFunction kernels[kernel_count];
-}
+void pack(const Packing &job, uint64_t group);
+}  // namespace avx512
 
 namespace FERRUM_CPU_ISA {
 #define FERRUM_KERNEL_FUNCTION(name) void name(const Call &call, Worker &worker);
@@ -59,18 +73,18 @@ FERRUM_KERNELS(FERRUM_KERNEL_FUNCTION)
 
 // ---- Temporary memory of a launch
 
-constexpr uint64_t kPanelWidth = 2048;  // inputs of one panel of decoded weights: 64 KiB, in the second-level cache
-constexpr uint64_t kPanelRows = 512;    // rows that one pass over a panel multiplies
-
 // Activations as the linear kernels multiply them: 16-bit fixed point per block of 32 for block formats, float32 for
-// dense ones.
+// dense ones. And per thread, room for the groups of an item whose weights come unprepared.
 struct LinearTemp {
-    uint64_t values, scales, sums, panels, bytes;
-    uint64_t panel_bytes;  // per thread
+    uint64_t values, sums, groups, bytes;
+    uint64_t thread_bytes;
     bool fixed_point;
 };
+constexpr uint64_t kBlockSumsBytes = 16;
+constexpr uint32_t kItemGroups = 4;  // groups of sixteen outputs that a work item takes
 LinearTemp linear_temp(const ferrum_launch &launch, unsigned threads);
 bool is_linear(uint32_t kernel);
+uint32_t linear_format(uint32_t kernel);
 
 // Working memory of attention: per thread, for the query rows of a block.
 struct AttentionTemp {

@@ -1,4 +1,4 @@
-// y = x W^T + b, the weights multiplied as they are stored.
+// y = x W^T + b, the weights' values exactly what their stored form says. packed.h has the layout they are read in.
 //
 // Block formats. Each activation row is first turned into 16-bit fixed point, 32 elements at a time against their own
 // largest magnitude: an error of at most 2^-16 of it, below the float16 rounding the activations already carry. Then a
@@ -6,24 +6,33 @@
 // block for its scale and one for its minimum, block after block. So an output depends on its own row and weights
 // alone: not on how many rows come with it, on threads, on tiles, or on the instruction set.
 //
-// Dense formats. Sixteen float32 sums, lane j taking inputs j, j + 16, …, added in the order of simd.h's sum.
-#include "blocks.h"
+// Dense formats. Products are summed in float32 by one fused multiply-add after another over 32 inputs, and the sums of
+// 32 added in order.
+//
+// The limit is the multiply-adds of pairs of 16-bit integers, two vectors a cycle: a tile keeps 6 rows by 32 outputs of
+// sums in registers, so that loads and unpacking fit beside them. With one row it is the bytes of the weights.
 #include "kernels.h"
+#include "packed.h"
 
 namespace ferrum::cpu::FERRUM_CPU_ISA {
 
 namespace {
 
-constexpr int kOutputs = 16;                             // outputs of a work item
-constexpr int kTileRows = kRegisterLanes == 16 ? 8 : 4;  // rows a pass over a panel keeps in registers
+constexpr bool kWide = kRegisterLanes == 16;
+constexpr int kTileRows = kWide ? 6 : 3;
+constexpr int kTileGroups = kWide ? 2 : 1;  // groups of outputs that a tile of many rows takes at once
 
-void store_output(const Call &call, uint32_t row, uint32_t output, int count, f32x16 value) {
+constexpr uint64_t kItemRows = 96;         // rows of a work item
+constexpr uint64_t kItemBytes = 48 << 10;  // of weights that an item of few rows takes at least
+
+void store_output(const Call &call, uint64_t row, uint32_t group, f32x16 value) {
     const auto &p = call.params<ferrum_linear_params>();
+    const uint32_t first = group * kOutputs, count = p.out_features - first;
     if (call.constant(FERRUM_CONSTANT_BIAS))
         value = value + (call.constant(FERRUM_CONSTANT_BIAS_F32)
-                             ? load_up_to(call.at<const float>(FERRUM_LINEAR_BIAS) + output, count)
-                             : load_up_to(call.at<const half>(FERRUM_LINEAR_BIAS) + output, count));
-    const uint64_t at = (uint64_t)row * p.output_stride + output;
+                             ? load_up_to(call.at<const float>(FERRUM_LINEAR_BIAS) + first, count)
+                             : load_up_to(call.at<const half>(FERRUM_LINEAR_BIAS) + first, count));
+    const uint64_t at = row * p.output_stride + first;
     if (call.constant(FERRUM_CONSTANT_OUTPUT_F32))
         store_up_to(call.at<float>(FERRUM_LINEAR_Y) + at, value, count);
     else
@@ -32,295 +41,247 @@ void store_output(const Call &call, uint32_t row, uint32_t output, int count, f3
 
 // ---- Block formats
 
-struct Activations {
-    int16_t *values;  // [rows][width]
-    float *scales;    // [rows][width / 32]
-    float *sums;      // of a block's integers
+// What a block of 32 activations in fixed point stands for.
+struct BlockSums {
+    float scale;       // of one unit
+    float scaled_sum;  // scale * (the sum of the block's integers)
+    int32_t half_sums[2];
 };
+static_assert(sizeof(BlockSums) == kBlockSumsBytes);
 
-void to_fixed_point(const half *x, uint32_t width, int16_t *values, float *scales, float *sums) {
+void to_fixed_point(const half *x, uint32_t width, int16_t *values, BlockSums *sums) {
+    const f32x16 zero = splat(0.0f), magic = splat(12582912.0f);  // rounds to nearest even, see simd.h
     for (uint32_t b = 0; b < width / 32; b++) {
         const f32x16 low = load(x + 32 * b), high = load(x + 32 * b + 16);
-        const f32x16 zero = splat(0.0f);
         const float most = largest(max(max(low, zero - low), max(high, zero - high)));
         // NaN and infinity have no fixed point: their block's scale is NaN, and so is every sum that meets it.
-        const float check = sum((low - low) + (high - high));
-        const float inverse = most > 0 ? 32767.0f / most : 0;
-        float scaled[32];
-        const f32x16 magic = splat(12582912.0f);  // rounds to nearest even, see simd.h
-        store(scaled, (low * splat(inverse) + magic) - magic);
-        store(scaled + 16, (high * splat(inverse) + magic) - magic);
-        int32_t total = 0;
-        for (int i = 0; i < 32; i++) {
-            const int32_t q = check == 0 ? (int32_t)scaled[i] : 0;
-            values[32 * b + i] = (int16_t)q;
-            total += q;
+        if (sum((low - low) + (high - high)) != 0) {
+            memset(values + 32 * b, 0, 64);
+            sums[b] = {__builtin_nanf(""), __builtin_nanf(""), {0, 0}};
+            continue;
         }
-        scales[b] = check == 0 ? most / 32767.0f : __builtin_nanf("");
-        sums[b] = (float)total;
+        const f32x16 inverse = splat(most > 0 ? 32767.0f / most : 0);
+        const i32x16 q0 = to_integer((low * inverse + magic) - magic),
+                     q1 = to_integer((high * inverse + magic) - magic);
+        store_shorts(values + 32 * b, q0);
+        store_shorts(values + 32 * b + 16, q1);
+        const int32_t s0 = sum(q0), s1 = sum(q1);
+        const float scale = most / 32767.0f;
+        sums[b] = {scale, scale * (float)(s0 + s1), {s0, s1}};
     }
 }
 
-// A few rows: sixteen outputs' blocks are decoded into registers, met by every row's block, and their sums taken
-// together, an output a lane.
-template <class F, int kRows>
-void multiply_few(const Call &call, const Activations &x, uint32_t first, int count) {
-    const auto &p = call.params<ferrum_linear_params>();
-    const uint32_t blocks = p.in_features / 32;
-    constexpr int kGroups = 32 / F::group;
-    const uint8_t *weights[kOutputs];
-    for (int o = 0; o < kOutputs; o++)  // outputs past the last one repeat it; their sums are dropped
-        weights[o] =
-            call.at<const uint8_t>(FERRUM_LINEAR_WEIGHT) + (first + (o < count ? o : count - 1)) * p.weight_row_bytes;
-    const uint64_t ahead = kOutputs * p.weight_row_bytes, block_bytes = p.weight_row_bytes / (blocks ? blocks : 1);
-    f32x16 acc[kRows];
-    for (int r = 0; r < kRows; r++) acc[r] = splat(0.0f);
-    for (uint32_t b = 0; b < blocks; b++) {
-        i32x16 values[kRows], dots[kRows][kGroups][kOutputs];
-        float scales[kGroups][kOutputs], mins[kOutputs];
-        FERRUM_UNROLL for (int r = 0; r < kRows; r++)
-            memcpy(&values[r], x.values + (uint64_t)r * p.in_features + 32 * b, sizeof(i32x16));
-        FERRUM_UNROLL for (int o = 0; o < kOutputs; o++) {
-            Block w;
-            F::decode(weights[o], b, w);
-            // Sixteen rows are sixteen short streams, which the hardware does not follow: fetch the next sixteen.
-            __builtin_prefetch(weights[o] + ahead + b * block_bytes);
-            FERRUM_UNROLL for (int g = 0; g < kGroups; g++) {
-                const i32x16 q = kGroups == 1 ? w.q : half_of(w.q, g);
-                FERRUM_UNROLL for (int r = 0; r < kRows; r++) dots[r][g][o] =
-                    dot_pairs(splat((int32_t)0), q, values[r]);
-                scales[g][o] = w.scale[g];
-            }
-            if (F::has_min) mins[o] = w.min;
-        }
-        FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
-            const f32x16 x_scale = splat(x.scales[(uint64_t)r * blocks + b]);
-            FERRUM_UNROLL for (int g = 0; g < kGroups; g++) acc[r] =
-                fma(to_float(sums_of(dots[r][g])), load(scales[g]) * x_scale, acc[r]);
-            if (F::has_min) acc[r] = fma(load(mins) * x_scale, splat(x.sums[(uint64_t)r * blocks + b]), acc[r]);
-        }
-    }
-    for (int r = 0; r < kRows; r++) store_output(call, r, first, count, acc[r]);
-}
-
-// Sixteen outputs' weights for up to kPanelWidth inputs: integers as [pair of inputs][output], scales as
-// [group][output], minima as [block][output].
-struct Panel {
-    int32_t *pairs;
-    float *scales;
-    float *mins;
-    float *acc;  // [kPanelRows][kOutputs]
+struct FixedPoint {
+    int16_t *values;  // [rows][width]
+    BlockSums *sums;  // [rows][width / 32]
 };
 
-template <class F>
-void decode_panel(const Call &call, uint32_t first, int count, uint32_t first_block, uint32_t blocks,
-                  const Panel &panel) {
+template <class F, int kRows, int kGroups>
+void multiply_tile(const Call &call, const FixedPoint &x, uint64_t row, const uint8_t *packed, uint32_t group) {
+    using P = Packed<F>;
     const auto &p = call.params<ferrum_linear_params>();
-    const uint8_t *weights[kOutputs];
-    for (int o = 0; o < kOutputs; o++)  // outputs past the last one repeat it; their sums are dropped
-        weights[o] =
-            call.at<const uint8_t>(FERRUM_LINEAR_WEIGHT) + (first + (o < count ? o : count - 1)) * p.weight_row_bytes;
-    for (uint32_t b = 0; b < blocks; b++) {
-        i32x16 pairs[kOutputs];
-        FERRUM_UNROLL for (int o = 0; o < kOutputs; o++) {
-            Block w;
-            F::decode(weights[o], first_block + b, w);
-            pairs[o] = w.q;
-            for (int g = 0; g < 32 / F::group; g++) panel.scales[(b * (32 / F::group) + g) * kOutputs + o] = w.scale[g];
-            if (F::has_min) panel.mins[b * kOutputs + o] = w.min;
-        }
-        transpose(pairs);
-        memcpy(panel.pairs + b * 16 * kOutputs, pairs, sizeof(pairs));
-    }
-}
-
-template <class F, int kRows>
-void multiply_panel(const Panel &panel, const Activations &x, const ferrum_linear_params &p, uint32_t row,
-                    uint32_t first_block, uint32_t blocks, float *acc_rows) {
-    constexpr int kGroups = 32 / F::group;
-    const uint32_t all_blocks = p.in_features / 32;
+    const uint32_t width = p.in_features, blocks = width / 32;
+    // Sums of one output wait for each other: few of them are kept in several parts.
+    constexpr int kChains = kRows * kGroups >= 8 ? 1 : kRows * kGroups >= 4 ? 2 : 4;
+    constexpr int kPairs = 16 / P::groups;
+    const uint64_t ahead = kGroups * P::group_bytes(width);
+    P weights[kGroups];
     const int16_t *values[kRows];
-    const float *scales[kRows], *sums[kRows];
-    f32x16 acc[kRows];
+    const BlockSums *sums[kRows];
+    f32x16 acc[kRows][kGroups];
+    FERRUM_UNROLL for (int g = 0; g < kGroups; g++) weights[g] = P(packed + g * P::group_bytes(width), width);
     FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
-        values[r] = x.values + (uint64_t)(row + r) * p.in_features + 32 * first_block;
-        scales[r] = x.scales + (uint64_t)(row + r) * all_blocks + first_block;
-        sums[r] = x.sums + (uint64_t)(row + r) * all_blocks + first_block;
-        acc[r] = load(acc_rows + r * kOutputs);
+        values[r] = x.values + (row + r) * width;
+        sums[r] = x.sums + (row + r) * blocks;
+        FERRUM_UNROLL for (int g = 0; g < kGroups; g++) acc[r][g] = splat(0.0f);
     }
     for (uint32_t b = 0; b < blocks; b++) {
-        FERRUM_UNROLL for (int g = 0; g < kGroups; g++) {
-            i32x16 dot[kRows];
-            FERRUM_UNROLL for (int r = 0; r < kRows; r++) dot[r] = splat((int32_t)0);
-            FERRUM_UNROLL for (int s = 0; s < 16 / kGroups; s++) {
-                const int pair = g * (16 / kGroups) + s;
-                const i32x16 w = load(panel.pairs + (b * 16 + pair) * kOutputs);
-                FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
-                    int32_t two;
-                    memcpy(&two, values[r] + 32 * b + 2 * pair, 4);
-                    dot[r] = dot_pairs(dot[r], w, splat(two));
+        f32x16 scale[kGroups][P::groups], min[kGroups];
+        // A few rows wait for memory: fetch the same block of the groups that come next.
+        if constexpr (kRows <= 4) FERRUM_UNROLL for (int g = 0; g < kGroups; g++) {
+                FERRUM_UNROLL for (int v = 0; v < P::vectors; v++)
+                    __builtin_prefetch(weights[g].quants + b * P::quant_bytes + ahead + 64 * v, 0, 2);
+                __builtin_prefetch(weights[g].scales + P::scale_at(b) + ahead, 0, 2);
+            }
+        FERRUM_UNROLL for (int part = 0; part < P::groups; part++) {
+            i32x16 dots[kRows][kGroups][kChains];
+            FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int g = 0; g < kGroups; g++) {
+                FERRUM_UNROLL for (int c = 0; c < kChains; c++) dots[r][g][c] = splat((int32_t)0);
+                if constexpr (F::offset != 0) {
+                    const int32_t *halves = sums[r][b].half_sums;
+                    dots[r][g][0] = splat(-F::offset * (P::groups == 1 ? halves[0] + halves[1] : halves[part]));
                 }
             }
-            const f32x16 scale = load(panel.scales + (b * kGroups + g) * kOutputs);
-            FERRUM_UNROLL for (int r = 0; r < kRows; r++) acc[r] =
-                fma(to_float(dot[r]), scale * splat(scales[r][b]), acc[r]);
+            FERRUM_UNROLL for (int i = 0; i < kPairs; i++) {
+                const int s = part * kPairs + i;
+                i32x16 w[kGroups];
+                FERRUM_UNROLL for (int g = 0; g < kGroups; g++) w[g] = weights[g].pair(b, s);
+                FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
+                    int32_t two;
+                    memcpy(&two, values[r] + 32 * b + 2 * s, 4);
+                    const i32x16 both = splat(two);
+                    FERRUM_UNROLL for (int g = 0; g < kGroups; g++) dots[r][g][i % kChains] =
+                        dot_pairs(dots[r][g][i % kChains], w[g], both);
+                }
+            }
+            if (part == 0) FERRUM_UNROLL for (int g = 0; g < kGroups; g++) weights[g].block_scales(b, scale[g], min[g]);
+            FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
+                const f32x16 x_scale = splat(sums[r][b].scale);
+                FERRUM_UNROLL for (int g = 0; g < kGroups; g++) {
+                    i32x16 dot = dots[r][g][0];
+                    FERRUM_UNROLL for (int c = 1; c < kChains; c++) dot = dot + dots[r][g][c];
+                    acc[r][g] = fma(to_float(dot), scale[g][part] * x_scale, acc[r][g]);
+                }
+            }
         }
-        if (F::has_min) {
-            const f32x16 min = load(panel.mins + b * kOutputs);
-            FERRUM_UNROLL for (int r = 0; r < kRows; r++) acc[r] =
-                fma(min * splat(scales[r][b]), splat(sums[r][b]), acc[r]);
-        }
+        if constexpr (F::has_min) FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
+                const f32x16 x_sum = splat(sums[r][b].scaled_sum);
+                FERRUM_UNROLL for (int g = 0; g < kGroups; g++) acc[r][g] = fma(min[g], x_sum, acc[r][g]);
+            }
     }
-    FERRUM_UNROLL for (int r = 0; r < kRows; r++) store(acc_rows + r * kOutputs, acc[r]);
-}
-
-template <class F>
-void multiply_many(const Call &call, const Activations &x, const Panel &panel, uint32_t first, int count) {
-    const auto &p = call.params<ferrum_linear_params>();
-    const uint32_t blocks = p.in_features / 32, step = kPanelWidth / 32;
-    for (uint32_t row = 0; row < p.rows; row += kPanelRows) {
-        const uint32_t rows = p.rows - row < kPanelRows ? p.rows - row : (uint32_t)kPanelRows;
-        memset(panel.acc, 0, rows * kOutputs * sizeof(float));
-        for (uint32_t b = 0; b < blocks; b += step) {
-            const uint32_t some = blocks - b < step ? blocks - b : step;
-            decode_panel<F>(call, first, count, b, some, panel);
-            uint32_t r = 0;
-            for (; r + kTileRows <= rows; r += kTileRows)
-                multiply_panel<F, kTileRows>(panel, x, p, row + r, b, some, panel.acc + r * kOutputs);
-            for (; r < rows; r++) multiply_panel<F, 1>(panel, x, p, row + r, b, some, panel.acc + r * kOutputs);
-        }
-        for (uint32_t r = 0; r < rows; r++) store_output(call, row + r, first, count, load(panel.acc + r * kOutputs));
-    }
-}
-
-template <class F>
-void linear_blocks(const Call &call, Worker &worker) {
-    const auto &p = call.params<ferrum_linear_params>();
-    const LinearTemp temp = linear_temp(*call.launch, call.threads);
-    const Activations x{(int16_t *)(call.temp + temp.values), (float *)(call.temp + temp.scales),
-                        (float *)(call.temp + temp.sums)};
-    const uint64_t blocks = p.in_features / 32;
-    if (!call.temp_is_ready) {
-        worker.for_each(p.rows, 4, [&](uint64_t r) {
-            to_fixed_point(call.at<const half>(FERRUM_LINEAR_X) + r * p.input_stride, p.in_features,
-                           x.values + r * p.in_features, x.scales + r * blocks, x.sums + r * blocks);
-        });
-        worker.barrier();
-    }
-    uint8_t *own = call.temp + temp.panels + worker.index() * temp.panel_bytes;
-    const Panel panel{(int32_t *)own, (float *)(own + kPanelWidth * 32),
-                      (float *)(own + kPanelWidth * 32 + kPanelWidth / 16 * 64),
-                      (float *)(own + kPanelWidth * 32 + kPanelWidth / 16 * 64 + kPanelWidth / 32 * 64)};
-    worker.for_each((p.out_features + kOutputs - 1) / kOutputs, p.rows == 1 ? 4 : 1, [&](uint64_t item) {
-        const uint32_t first = (uint32_t)item * kOutputs;
-        const int count = p.out_features - first < kOutputs ? (int)(p.out_features - first) : kOutputs;
-        switch (p.rows) {  // up to 8 a panel of decoded weights costs more than it saves
-            case 1:
-                return multiply_few<F, 1>(call, x, first, count);
-            case 2:
-                return multiply_few<F, 2>(call, x, first, count);
-            case 3:
-                return multiply_few<F, 3>(call, x, first, count);
-            case 4:
-                return multiply_few<F, 4>(call, x, first, count);
-            case 5:
-                return multiply_few<F, 5>(call, x, first, count);
-            case 6:
-                return multiply_few<F, 6>(call, x, first, count);
-            case 7:
-                return multiply_few<F, 7>(call, x, first, count);
-            case 8:
-                return multiply_few<F, 8>(call, x, first, count);
-            default:
-                return multiply_many<F>(call, x, panel, first, count);
-        }
-    });
+    FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int g = 0; g < kGroups; g++)
+        store_output(call, row + r, group + g, acc[r][g]);
 }
 
 // ---- Dense formats
 
-template <class F, int kRows, int kCols>
-FERRUM_ALWAYS_INLINE void dense_tile(const float *x, uint64_t x_stride, const uint8_t *weights, uint64_t row_bytes,
-                                     uint32_t width, float *out, int out_stride) {
-    f32x16 acc[kRows][kCols];
-    FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int c = 0; c < kCols; c++) acc[r][c] = splat(0.0f);
-    for (uint32_t i = 0; i < width; i += kLanes) {
-        f32x16 w[kCols];
-        FERRUM_UNROLL for (int c = 0; c < kCols; c++) w[c] = F::elements(weights + c * row_bytes, i, width - i);
-        FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
-            const f32x16 v = load(x + r * x_stride + i);
-            FERRUM_UNROLL for (int c = 0; c < kCols; c++) acc[r][c] = fma(v, w[c], acc[r][c]);
-        }
+template <class F, int kRows, int kGroups>
+void multiply_tile(const Call &call, const float *x, uint64_t row, const uint8_t *packed, uint32_t group) {
+    using Element = typename F::Element;
+    const auto &p = call.params<ferrum_linear_params>();
+    const uint32_t width = p.in_features;
+    const Element *weights[kGroups];
+    f32x16 acc[kRows][kGroups];
+    FERRUM_UNROLL for (int g = 0; g < kGroups; g++) {
+        weights[g] = (const Element *)(packed + g * packed_group_bytes<F>(width));
+        FERRUM_UNROLL for (int r = 0; r < kRows; r++) acc[r][g] = splat(0.0f);
     }
-    FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int c = 0; c < kCols; c++)
-        out[r * out_stride + c] = sum(acc[r][c]);
+    for (uint32_t first = 0; first < width; first += 32) {
+        const uint32_t end = width - first < 32 ? width : first + 32;
+        f32x16 part[kRows][kGroups];
+        FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int g = 0; g < kGroups; g++) part[r][g] =
+            splat(0.0f);
+        for (uint32_t k = first; k < end; k++) {
+            f32x16 w[kGroups];
+            FERRUM_UNROLL for (int g = 0; g < kGroups; g++) w[g] = load(weights[g] + (uint64_t)k * kOutputs);
+            FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
+                const f32x16 v = splat(x[(row + r) * width + k]);
+                FERRUM_UNROLL for (int g = 0; g < kGroups; g++) part[r][g] = fma(v, w[g], part[r][g]);
+            }
+        }
+        FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int g = 0; g < kGroups; g++) acc[r][g] =
+            acc[r][g] + part[r][g];
+    }
+    FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int g = 0; g < kGroups; g++)
+        store_output(call, row + r, group + g, acc[r][g]);
+}
+
+// ---- What they share
+
+// Rows [begin, end) against `groups` groups of outputs: tiles of kTileRows rows, then what is left in one.
+template <class F, int kGroups, class X>
+void multiply_rows(const Call &call, const X &x, uint64_t begin, uint64_t end, const uint8_t *packed, uint32_t group) {
+    for (; begin + kTileRows <= end; begin += kTileRows)
+        multiply_tile<F, kTileRows, kGroups>(call, x, begin, packed, group);
+    switch (end - begin) {
+        case 5:
+            return multiply_tile<F, 5, kGroups>(call, x, begin, packed, group);
+        case 4:
+            return multiply_tile<F, 4, kGroups>(call, x, begin, packed, group);
+        case 3:
+            return multiply_tile<F, 3, kGroups>(call, x, begin, packed, group);
+        case 2:
+            return multiply_tile<F, 2, kGroups>(call, x, begin, packed, group);
+        case 1:
+            return multiply_tile<F, 1, kGroups>(call, x, begin, packed, group);
+    }
+}
+
+template <class F, class X>
+void multiply(const Call &call, Worker &worker, const X &x, const LinearTemp &temp) {
+    const auto &p = call.params<ferrum_linear_params>();
+    const uint64_t group_bytes = packed_group_bytes<F>(p.in_features);
+    const uint32_t groups = (p.out_features + kOutputs - 1) / kOutputs,
+                   items = (groups + kItemGroups - 1) / kItemGroups;
+    const uint64_t row_items = (p.rows + kItemRows - 1) / kItemRows;
+    const uint64_t few = kItemBytes / (group_bytes * kItemGroups + 1);
+    uint8_t *own = call.temp + temp.groups + worker.index() * temp.thread_bytes;
+    worker.for_each(items * row_items, p.rows <= 16 && few > 1 ? few : 1, [&](uint64_t item) {
+        const uint64_t row = item / items * kItemRows, end = p.rows - row < kItemRows ? p.rows : row + kItemRows;
+        uint32_t group = (uint32_t)(item % items) * kItemGroups;
+        const uint32_t last = groups - group < (uint32_t)kItemGroups ? groups : group + kItemGroups;
+        const uint8_t *packed = call.packed + group * group_bytes;
+        if (!call.packed) {
+            for (uint32_t g = group; g < last; g++) {
+                const uint32_t left = p.out_features - g * kOutputs;
+                pack_group<F>(call.at<const uint8_t>(FERRUM_LINEAR_WEIGHT) + g * kOutputs * p.weight_row_bytes,
+                              p.weight_row_bytes, left < kOutputs ? (int)left : kOutputs, p.in_features,
+                              own + (g - group) * group_bytes);
+            }
+            packed = own;
+        }
+        for (; group + kTileGroups <= last; group += kTileGroups, packed += kTileGroups * group_bytes)
+            multiply_rows<F, kTileGroups>(call, x, row, end, packed, group);
+        if (group < last) multiply_rows<F, 1>(call, x, row, end, packed, group);
+    });
 }
 
 template <class F>
-void linear_dense(const Call &call, Worker &worker) {
+void linear(const Call &call, Worker &worker) {
     const auto &p = call.params<ferrum_linear_params>();
-    const uint64_t stride = align_up(p.in_features, kLanes);
-    float *x = (float *)(call.temp + linear_temp(*call.launch, call.threads).values);
-    if (!call.temp_is_ready) {
-        worker.for_each(p.rows, 4, [&](uint64_t r) {
-            const half *from = call.at<const half>(FERRUM_LINEAR_X) + r * p.input_stride;
-            for (uint32_t i = 0; i < p.in_features; i += kLanes)
-                store(x + r * stride + i, load_up_to(from + i, p.in_features - i));
-        });
-        worker.barrier();
-    }
-    constexpr int kRows = kRegisterLanes == 16 ? 4 : 2, kCols = kRegisterLanes == 16 ? 4 : 2;
-    worker.for_each((p.out_features + kOutputs - 1) / kOutputs, 1, [&](uint64_t item) {
-        const uint32_t first = (uint32_t)item * kOutputs;
-        const int count = p.out_features - first < kOutputs ? (int)(p.out_features - first) : kOutputs;
-        const uint8_t *weights = call.at<const uint8_t>(FERRUM_LINEAR_WEIGHT) + first * p.weight_row_bytes;
-        for (uint32_t row = 0; row < p.rows;) {
-            float out[kRows][kOutputs];
-            const int rows = p.rows - row >= kRows ? kRows : 1;
-            for (int o = 0; o < count;) {
-                const uint8_t *w = weights + o * p.weight_row_bytes;
-                const float *from = x + row * stride;
-                const bool wide = count - o >= kCols;
-                if (rows == kRows && wide)
-                    dense_tile<F, kRows, kCols>(from, stride, w, p.weight_row_bytes, p.in_features, &out[0][o],
-                                                kOutputs);
-                else if (rows == kRows)
-                    dense_tile<F, kRows, 1>(from, stride, w, p.weight_row_bytes, p.in_features, &out[0][o], kOutputs);
-                else if (wide)
-                    dense_tile<F, 1, kCols>(from, stride, w, p.weight_row_bytes, p.in_features, &out[0][o], kOutputs);
-                else
-                    dense_tile<F, 1, 1>(from, stride, w, p.weight_row_bytes, p.in_features, &out[0][o], kOutputs);
-                o += wide ? kCols : 1;
-            }
-            for (int r = 0; r < rows; r++) store_output(call, row + r, first, count, load_some(out[r], count));
-            row += rows;
+    const LinearTemp temp = linear_temp(*call.launch, call.threads);
+    if constexpr (F::bits > 8) {
+        float *x = (float *)(call.temp + temp.values);
+        if (!call.temp_is_ready) {
+            worker.for_each(p.rows, 4, [&](uint64_t r) {
+                const half *from = call.at<const half>(FERRUM_LINEAR_X) + r * p.input_stride;
+                for (uint32_t i = 0; i < p.in_features; i += kLanes)
+                    store_up_to(x + r * p.in_features + i, load_up_to(from + i, p.in_features - i), p.in_features - i);
+            });
+            worker.barrier();
         }
-    });
+        multiply<F>(call, worker, (const float *)x, temp);
+    } else {
+        const FixedPoint x{(int16_t *)(call.temp + temp.values), (BlockSums *)(call.temp + temp.sums)};
+        if (!call.temp_is_ready) {
+            worker.for_each(p.rows, 4, [&](uint64_t r) {
+                to_fixed_point(call.at<const half>(FERRUM_LINEAR_X) + r * p.input_stride, p.in_features,
+                               x.values + r * p.in_features, x.sums + r * (p.in_features / 32));
+            });
+            worker.barrier();
+        }
+        multiply<F>(call, worker, x, temp);
+    }
 }
 
 }  // namespace
 
 // The shapes that a plan tells apart are one kernel here: it looks at the rows itself, and no bit depends on them.
-#define FERRUM_LINEAR(format, family)                               \
-    void linear_vector_##format(const Call &call, Worker &worker) { \
-        linear_##family<format>(call, worker);                      \
-    }                                                               \
-    void linear_rows_##format(const Call &call, Worker &worker) {   \
-        linear_##family<format>(call, worker);                      \
-    }                                                               \
-    void linear_tiles_##format(const Call &call, Worker &worker) {  \
-        linear_##family<format>(call, worker);                      \
+#define FERRUM_LINEAR(NAME, name, id, elements, bytes)            \
+    void linear_vector_##name(const Call &call, Worker &worker) { \
+        linear<name>(call, worker);                               \
+    }                                                             \
+    void linear_rows_##name(const Call &call, Worker &worker) {   \
+        linear<name>(call, worker);                               \
+    }                                                             \
+    void linear_tiles_##name(const Call &call, Worker &worker) {  \
+        linear<name>(call, worker);                               \
     }
-FERRUM_LINEAR(f32, dense)
-FERRUM_LINEAR(f16, dense)
-FERRUM_LINEAR(bf16, dense)
-FERRUM_LINEAR(q4_0, blocks)
-FERRUM_LINEAR(q4_1, blocks)
-FERRUM_LINEAR(q5_0, blocks)
-FERRUM_LINEAR(q5_1, blocks)
-FERRUM_LINEAR(q8_0, blocks)
-FERRUM_LINEAR(q4_k, blocks)
-FERRUM_LINEAR(q5_k, blocks)
-FERRUM_LINEAR(q6_k, blocks)
+FERRUM_FORMATS(FERRUM_LINEAR)
+#undef FERRUM_LINEAR
+
+void pack(const Packing &job, uint64_t group) {
+    switch (job.format) {
+#define FERRUM_PACK(NAME, name, id, elements, bytes)                                        \
+    case id: {                                                                              \
+        const uint64_t left = job.rows - group * kOutputs;                                  \
+        return pack_group<name>(job.from + group * kOutputs * job.row_bytes, job.row_bytes, \
+                                left < kOutputs ? (int)left : kOutputs, job.width,          \
+                                job.to + group * packed_group_bytes<name>(job.width));      \
+    }
+        FERRUM_FORMATS(FERRUM_PACK)
+#undef FERRUM_PACK
+    }
+}
 
 }  // namespace ferrum::cpu::FERRUM_CPU_ISA

@@ -28,6 +28,7 @@ constexpr int kParts = kLanes / kRegisterLanes;
 
 typedef float FloatRegister __attribute__((vector_size(4 * kRegisterLanes)));
 typedef int32_t IntRegister __attribute__((vector_size(4 * kRegisterLanes)));
+typedef int32_t IntFour __attribute__((vector_size(16)));
 
 struct f32x16 {
     FloatRegister part[kParts];
@@ -97,6 +98,21 @@ static FERRUM_ALWAYS_INLINE f32x16 to_float(i32x16 a) {
     f32x16 r;
     FERRUM_EACH(r.part[i] = __builtin_convertvector(a.part[i], FloatRegister));
     return r;
+}
+
+// Towards zero; the values fit.
+static FERRUM_ALWAYS_INLINE i32x16 to_integer(f32x16 a) {
+    i32x16 r;
+    FERRUM_EACH(r.part[i] = __builtin_convertvector(a.part[i], IntRegister));
+    return r;
+}
+// The integers fit 16 bits.
+static FERRUM_ALWAYS_INLINE void store_shorts(int16_t *to, i32x16 a) {
+#if defined(__AVX512F__)
+    _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16((__m512i)a.part[0]));
+#else
+    FERRUM_EACH(for (int j = 0; j < kRegisterLanes; j++) to[i * kRegisterLanes + j] = (int16_t)a.part[i][j]);
+#endif
 }
 
 // a * b + c, rounded once.
@@ -173,38 +189,58 @@ static FERRUM_ALWAYS_INLINE i32x16 widen_signed(u8x32 a) {
 #endif
     return r;
 }
-// Every 16-bit integer of the pairs, less `amount`.
-static FERRUM_ALWAYS_INLINE i32x16 subtract_each(i32x16 pairs, int16_t amount) {
-    FERRUM_EACH(pairs.part[i] = (IntRegister)((ShortRegister)pairs.part[i] - amount));
-    return pairs;
+static FERRUM_ALWAYS_INLINE i32x16 operator&(i32x16 a, i32x16 b) {
+    FERRUM_EACH(a.part[i] &= b.part[i]);
+    return a;
 }
-
-// Lane o of the result is the sum of the lanes of v[o]. Integer sums: the order does not matter.
-static FERRUM_ALWAYS_INLINE i32x16 sums_of(const i32x16 *v) {
+static FERRUM_ALWAYS_INLINE i32x16 operator|(i32x16 a, i32x16 b) {
+    FERRUM_EACH(a.part[i] |= b.part[i]);
+    return a;
+}
+static FERRUM_ALWAYS_INLINE i32x16 operator+(i32x16 a, i32x16 b) {
+    FERRUM_EACH(a.part[i] += b.part[i]);
+    return a;
+}
+// 32-bit lanes, to the left where `bits` is negative.
+static FERRUM_ALWAYS_INLINE i32x16 shift_right(i32x16 a, int bits) {
+    typedef uint32_t UnsignedRegister __attribute__((vector_size(4 * kRegisterLanes)));
+    FERRUM_EACH(a.part[i] = (IntRegister)(bits < 0 ? (UnsignedRegister)a.part[i] << -bits
+                                                   : (UnsignedRegister)a.part[i] >> bits));
+    return a;
+}
+// The lower and the upper byte of every 16-bit word, signed.
+static FERRUM_ALWAYS_INLINE i32x16 low_bytes(i32x16 a) {
+    FERRUM_EACH(a.part[i] = (IntRegister)((ShortRegister)a.part[i] << 8 >> 8));
+    return a;
+}
+static FERRUM_ALWAYS_INLINE i32x16 high_bytes(i32x16 a) {
+    FERRUM_EACH(a.part[i] = (IntRegister)((ShortRegister)a.part[i] >> 8));
+    return a;
+}
+// Sixteen bytes, an integer a lane.
+static FERRUM_ALWAYS_INLINE i32x16 unsigned_bytes(const uint8_t *from) {
     i32x16 r;
 #if defined(__AVX512F__)
-    __m512i a[16];
-    FERRUM_UNROLL for (int i = 0; i < 16; i++) a[i] = (__m512i)v[i].part[0];
-    // Halve the vectors four times: pairs of lanes, pairs of pairs, then 128-bit quarters.
-    FERRUM_UNROLL for (int i = 0; i < 8; i++) a[i] =
-        _mm512_add_epi32(_mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]));
-    FERRUM_UNROLL for (int i = 0; i < 4; i++) a[i] =
-        _mm512_add_epi32(_mm512_unpacklo_epi64(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_epi64(a[2 * i], a[2 * i + 1]));
-    FERRUM_UNROLL for (int i = 0; i < 2; i++) a[i] = _mm512_add_epi32(
-        _mm512_shuffle_i32x4(a[2 * i], a[2 * i + 1], 0x88), _mm512_shuffle_i32x4(a[2 * i], a[2 * i + 1], 0xdd));
-    r.part[0] =
-        (IntRegister)_mm512_add_epi32(_mm512_shuffle_i32x4(a[0], a[1], 0x88), _mm512_shuffle_i32x4(a[0], a[1], 0xdd));
+    r.part[0] = (IntRegister)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
 #else
-    int32_t lanes[16][16], totals[16];
-    memcpy(lanes, v, sizeof(lanes));
-    for (int o = 0; o < 16; o++) {
-        totals[o] = 0;
-        for (int i = 0; i < 16; i++) totals[o] += lanes[o][i];
-    }
-    r = load(totals);
+    int32_t lanes[kLanes];
+    for (int i = 0; i < kLanes; i++) lanes[i] = from[i];
+    r = load(lanes);
 #endif
     return r;
 }
+static FERRUM_ALWAYS_INLINE i32x16 signed_bytes(const uint8_t *from) {
+    i32x16 r;
+#if defined(__AVX512F__)
+    r.part[0] = (IntRegister)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from));
+#else
+    int32_t lanes[kLanes];
+    for (int i = 0; i < kLanes; i++) lanes[i] = (int8_t)from[i];
+    r = load(lanes);
+#endif
+    return r;
+}
+
 // Lane j of row i becomes lane i of row j.
 static FERRUM_ALWAYS_INLINE void transpose(i32x16 *v) {
 #if defined(__AVX512F__)
@@ -236,15 +272,6 @@ static FERRUM_ALWAYS_INLINE void transpose(i32x16 *v) {
         for (int j = 0; j < 16; j++) to[j][i] = from[i][j];
     memcpy(v, to, sizeof(to));
 #endif
-}
-
-// The pairs of the first 16 integers, or of the last 16; zero elsewhere.
-static FERRUM_ALWAYS_INLINE i32x16 half_of(i32x16 pairs, int which) {
-    int32_t lanes[16];
-    for (int i = 0; i < 16; i++) lanes[i] = i / 8 == which ? -1 : 0;
-    const i32x16 mask = load(lanes);
-    FERRUM_EACH(pairs.part[i] &= mask.part[i]);
-    return pairs;
 }
 
 typedef _Float16 half;
@@ -317,20 +344,34 @@ static FERRUM_ALWAYS_INLINE void store_up_to(T *to, f32x16 a, uint64_t count) {
         store_some(to, a, (int)count);
 }
 
-// Lane i + lane i + 8, then 4, 2, 1 apart.
+// Lane i with lane i + 8, then 4, 2, 1 apart.
+template <class Operation>
+static FERRUM_ALWAYS_INLINE float reduce(f32x16 a, Operation combine) {
+    typedef float Eight __attribute__((vector_size(32)));
+    typedef float Four __attribute__((vector_size(16)));
+    Eight halves[2];
+    memcpy(halves, &a, sizeof(a));
+    const Eight eight = combine(halves[0], halves[1]);
+    Four quarters[2];
+    memcpy(quarters, &eight, sizeof(eight));
+    Four four = combine(quarters[0], quarters[1]);
+    four = combine(four, __builtin_shuffle(four, (IntFour){2, 3, 0, 1}));
+    four = combine(four, __builtin_shuffle(four, (IntFour){1, 0, 3, 2}));
+    return four[0];
+}
 static FERRUM_ALWAYS_INLINE float sum(f32x16 a) {
-    float lanes[kLanes];
-    store(lanes, a);
-    FERRUM_UNROLL for (int width = kLanes / 2; width; width /= 2) FERRUM_UNROLL for (int i = 0; i < width; i++)
-        lanes[i] += lanes[i + width];
-    return lanes[0];
+    return reduce(a, [](auto x, auto y) __attribute__((always_inline)) { return x + y; });
 }
 static FERRUM_ALWAYS_INLINE float largest(f32x16 a) {
-    float lanes[kLanes];
-    store(lanes, a);
-    FERRUM_UNROLL for (int width = kLanes / 2; width; width /= 2) FERRUM_UNROLL for (int i = 0; i < width; i++)
-        lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
-    return lanes[0];
+    return reduce(a, [](auto x, auto y) __attribute__((always_inline)) { return x > y ? x : y; });
+}
+// Integer sums: the order does not matter.
+static FERRUM_ALWAYS_INLINE int32_t sum(i32x16 a) {
+    IntFour fours[4];
+    memcpy(fours, &a, sizeof(a));
+    IntFour four = (fours[0] + fours[1]) + (fours[2] + fours[3]);
+    four = four + __builtin_shuffle(four, (IntFour){2, 3, 0, 1});
+    return four[0] + four[1];
 }
 
 // e^x within 3 units in the last place (2.74 at most, over all float32): x = n ln 2 + r with |r| <= ln 2 / 2, a

@@ -1,7 +1,10 @@
 // How much temporary memory a launch takes, and how it is laid out.
 #include <algorithm>
 
+#include <iterator>
+
 #include "kernels.h"
+#include "packed.h"
 
 namespace ferrum::cpu {
 
@@ -9,29 +12,53 @@ bool is_linear(uint32_t kernel) {
     return kernel >= kernel_linear_vector_f32 && kernel <= kernel_linear_tiles_bf16;
 }
 
+namespace {
+
+struct FormatLayout {
+    uint32_t format;
+    bool dense;
+    uint64_t (*group_bytes)(uint64_t width);
+};
+
+// In the order of FERRUM_FORMATS, as the linear kernels are.
+constexpr FormatLayout kLayouts[] = {
+#define FERRUM_LAYOUT(NAME, name, id, elements, bytes) \
+    {id, elements == 1, portable::packed_group_bytes<portable::name>},
+    FERRUM_FORMATS(FERRUM_LAYOUT)
+#undef FERRUM_LAYOUT
+};
+
+const FormatLayout &layout_of(uint32_t kernel) {
+    return kLayouts[(kernel - kernel_linear_vector_f32) % std::size(kLayouts)];
+}
+
+}  // namespace
+
+uint32_t linear_format(uint32_t kernel) {
+    return layout_of(kernel).format;
+}
+
+uint64_t packed_bytes(uint32_t format, uint64_t rows, uint64_t width) {
+    for (const FormatLayout &layout : kLayouts)
+        if (layout.format == format) return div_up(rows, kGroupOutputs) * layout.group_bytes(width);
+    return 0;
+}
+
 LinearTemp linear_temp(const ferrum_launch &launch, unsigned threads) {
     const auto &p = *reinterpret_cast<const ferrum_linear_params *>(launch.params);
+    const FormatLayout &layout = layout_of(launch.kernel);
     LinearTemp temp{};
-    const uint32_t formats = kernel_linear_rows_f32 - kernel_linear_vector_f32;
-    const uint32_t format = (launch.kernel - kernel_linear_vector_f32) % formats;  // in the order of FERRUM_FORMATS
-    temp.fixed_point = format > 1 && format != formats - 1;                        // all but float32, float16, bfloat16
+    temp.fixed_point = !layout.dense;
     const uint64_t rows = p.rows, width = p.in_features;
     auto take = [&](uint64_t bytes) {
         uint64_t at = temp.bytes;
         temp.bytes = align_up(at + bytes, 64);
         return at;
     };
-    if (temp.fixed_point) {
-        temp.values = take(rows * width * 2);
-        temp.scales = take(rows * (width / 32) * 4);
-        temp.sums = take(rows * (width / 32) * 4);
-        // 16 outputs of at most kPanelWidth inputs as 16-bit pairs, their scales and minima, and the running sums.
-        temp.panel_bytes =
-            align_up(kPanelWidth * 32 + kPanelWidth / 16 * 64 + kPanelWidth / 32 * 64 + kPanelRows * 64, 64);
-        temp.panels = take(temp.panel_bytes * threads);
-    } else {
-        temp.values = take(rows * align_up(width, 16) * 4);
-    }
+    temp.values = take(rows * width * (layout.dense ? 4 : 2));
+    temp.sums = take(layout.dense ? 0 : rows * (width / 32) * kBlockSumsBytes);
+    temp.thread_bytes = align_up(kItemGroups * layout.group_bytes(width), 64);
+    temp.groups = take(temp.thread_bytes * threads);
     return temp;
 }
 

@@ -30,7 +30,7 @@ extern "C" {
 #endif
 
 /* Changes whenever a declaration below does. A binding refuses a library with another number. */
-enum { FERRUM_ABI_VERSION = 4 };
+enum { FERRUM_ABI_VERSION = 5 };
 
 /* Status codes. */
 enum {
@@ -166,6 +166,11 @@ void ferrum_buffer_release(ferrum_buffer **buffer);
 
 /* Waits until every call that writes the buffer is done, and gives its address on the host. */
 int32_t ferrum_buffer_contents(ferrum_buffer *buffer, void **out_data, uint64_t *out_bytes);
+
+/* Lets the device make what it needs to multiply a matrix [out, in] often, and hold it as long as the matrix's buffer
+ * lives: the CPU device keeps a copy laid out for its kernels. No result depends on it. `out_bytes`: what is held; 0
+ * where a device multiplies the stored form. The matrix must not change afterwards. */
+int32_t ferrum_weight_prepare(ferrum_device *device, const ferrum_tensor *weight, uint64_t *out_bytes);
 
 /* ---- States ----------------------------------------------------------------------------------------------------- */
 

@@ -63,6 +63,17 @@ class StoredTensor:
         """Bytes the tensor occupies in the file."""
         return self.data.size
 
+    def release_pages(self) -> None:
+        """Let the system drop the tensor's pages from memory; whoever reads them again reads the file again."""
+        mapped = self.data
+        while isinstance(mapped, np.ndarray) and mapped.base is not None:
+            mapped = mapped.base
+        if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            first = -(-self.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+            last = (self.offset + self.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+            if last > first:
+                mapped.madvise(mmap.MADV_DONTNEED, first, last - first)
+
     @property
     def is_dense(self) -> bool:
         """True for one plain number per element, False for a block format such as Q4_1."""

@@ -92,7 +92,7 @@ def _params(
                 matrix("down", hidden, wide),
             )
         )
-    table = load.matrix(embedding, (config.vocabulary, hidden))
+    table = load.matrix(embedding, (config.vocabulary, hidden), multiplied=config.tied_embeddings)
     head = table if config.tied_embeddings else load.matrix(output, (config.vocabulary, hidden))
     return LlamaParams(table, tuple(layers), load.vector(norm, hidden), head)
 

@@ -16,7 +16,7 @@ from pyferrum.checkpoint import StoredTensor
 from pyferrum.device import Device
 from pyferrum.errors import CheckpointError
 from pyferrum.formats import BLOCK_FORMATS, DTYPES
-from pyferrum.weights import BlockArray, Weight
+from pyferrum.weights import BlockArray, Weight, prepare
 
 logger = logging.getLogger("pyferrum")
 
@@ -38,14 +38,28 @@ class TensorLoader:
         """Bytes of weights read in place."""
         self.expanded_bytes = 0
         """Bytes of weights that have a copy in another format."""
+        self.prepared_bytes = 0
+        """Bytes that the device holds beside the weights, to multiply them sooner."""
 
     def use(self, name: str) -> None:
         """Mark a tensor as known, though it is read elsewhere or not at all."""
         self._used.add(name)
 
-    def matrix(self, name: str, shape: tuple[int, int]) -> Weight:
-        """A matrix [out, in] in its stored format, or float16 where no kernel multiplies that."""
+    def matrix(self, name: str, shape: tuple[int, int], *, multiplied: bool = True) -> Weight:
+        """A matrix [out, in] in its stored format, or float16 where no kernel multiplies that.
+
+        One that is only looked up, as an embedding is, is not `multiplied`: the device need not prepare for it.
+        """
         stored = self._stored(name, shape)
+        weight = self._matrix(stored)
+        if multiplied:
+            prepared = prepare(weight)
+            self.prepared_bytes += prepared
+            if prepared:
+                stored.release_pages()
+        return weight
+
+    def _matrix(self, stored: StoredTensor) -> Weight:
         if stored.format in BLOCK_FORMATS:
             return BlockArray(self._device, *self._in_place(stored))
         if stored.format in ("F32", "F16", "BF16"):

@@ -201,7 +201,7 @@ class Model:
         return host.astype(np.int32)
 
     def memory(self) -> dict[str, int]:
-        """Bytes of weights read in place from the mapped file, and of those with a copy in another format."""
+        """Bytes of weights: read in place from the mapped file, copied into another format, prepared by the device."""
         return dict(self._memory)
 
     def __repr__(self) -> str:
@@ -276,4 +276,4 @@ def _load_safetensors(path: Path, dtype: DTypeLike, device: Device, strict: bool
 
 
 def _memory(loader: TensorLoader) -> dict[str, int]:
-    return {"mapped_bytes": loader.mapped_bytes, "expanded_bytes": loader.expanded_bytes}
+    return {name: getattr(loader, name) for name in ("mapped_bytes", "expanded_bytes", "prepared_bytes")}
