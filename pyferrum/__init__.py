@@ -30,6 +30,7 @@ from pyferrum.errors import (
 )
 from pyferrum.formats import bfloat16
 from pyferrum.generate import GenerationResponse, generate
+from pyferrum.jit import jit
 from pyferrum.models import Model, ModelState, load
 from pyferrum.models.draft import DraftModel, Proposal, load_draft
 from pyferrum.ops import argmax, cross_entropy, embed, linear, residual_add, rms_norm, swiglu, top_k
@@ -87,6 +88,7 @@ __all__ = [
     "generate",
     "init_dflash2_ring",
     "init_state",
+    "jit",
     "linear",
     "load",
     "load_dflash2_ring",

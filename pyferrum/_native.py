@@ -72,8 +72,15 @@ def _check(status: int) -> None:
         raise _ERRORS[status](ffi.string(lib.ferrum_last_error()).decode())
 
 
+_EMPTY = {
+    noun: (ffi.typeof(f"ferrum_{noun} **"), getattr(lib, f"ferrum_{noun}_release"))
+    for noun in ("device", "buffer", "state", "attention", "plan", "ring", "program")
+}
+
+
 def _empty(noun: str) -> Handle:
-    return ffi.gc(ffi.new(f"ferrum_{noun} **"), getattr(lib, f"ferrum_{noun}_release"))
+    kind, release = _EMPTY[noun]
+    return ffi.gc(ffi.new(kind), release)
 
 
 def _new(noun: str, status_of: Callable[[Any], int]) -> Handle:
@@ -298,11 +305,11 @@ def causal_attention(
             native,
             lib.FERRUM_FORM_PACKED if packed else lib.FERRUM_FORM_PARTICIPANT_LOOP,
             len(states),
-            ffi.new("ferrum_state *[]", [state[0] for state in states]),
-            ffi.new("uint64_t[]", list(tokens)),
-            ffi.new("ferrum_tensor[]", [x[0] for x in xs]),
-            ffi.new("ferrum_state **[]", new_states),
-            ffi.new("ferrum_buffer **[]", ys),
+            _states(states),
+            ffi.new(_U64S, list(tokens)),
+            _tensors(xs),
+            ffi.new(_STATE_OUTS, new_states),
+            ffi.new(_BUFFER_OUTS, ys),
         )
     )
     return new_states, ys
@@ -341,6 +348,60 @@ def _params_struct(kernel: str) -> str:
     return next(
         struct for struct in ("causal_attention", "rms_norm", "residual_add", "linear") if family.startswith(struct)
     ).join(("ferrum_", "_params"))
+
+
+# ---- Programs
+
+
+def program_begin(device: Handle, inputs: Sequence[Any], states: Sequence[Handle]) -> None:
+    """Take down this thread's calls on the device, with these tensors and states as inputs."""
+    _check(lib.ferrum_program_begin(device[0], len(inputs), _tensors(inputs), len(states), _states(states)))
+
+
+def program_end(outputs: Sequence[Any], states: Sequence[Handle]) -> Handle:
+    """The program that makes these tensors and states."""
+    return _new(
+        "program",
+        lambda out: lib.ferrum_program_end(len(outputs), _tensors(outputs), len(states), _states(states), out),
+    )
+
+
+def program_abandon() -> None:
+    """End this thread's recording and keep nothing."""
+    lib.ferrum_program_abandon()
+
+
+def program_run(
+    program: Handle, inputs: Sequence[Any], states: Sequence[Handle], arrays: int, new_states: int
+) -> tuple[list[Handle], list[Handle], list[int]]:
+    """Buffers of the outputs, the new states and their lengths."""
+    buffers = [_empty("buffer") for _ in range(arrays)]
+    handles = [_empty("state") for _ in range(new_states)]
+    lengths = ffi.new(_U64S, new_states)
+    _check(
+        lib.ferrum_program_run(
+            program[0],
+            _tensors(inputs),
+            _states(states),
+            ffi.new(_BUFFER_OUTS, buffers),
+            ffi.new(_STATE_OUTS, handles),
+            lengths,
+        )
+    )
+    return buffers, handles, ffi.unpack(lengths, new_states) if new_states else []
+
+
+_U64S, _TENSORS = ffi.typeof("uint64_t[]"), ffi.typeof("ferrum_tensor[]")
+_STATES, _STATE_OUTS = ffi.typeof("ferrum_state *[]"), ffi.typeof("ferrum_state **[]")
+_BUFFER_OUTS = ffi.typeof("ferrum_buffer **[]")
+
+
+def _tensors(tensors: Sequence[Any]) -> Any:
+    return ffi.new(_TENSORS, [tensor[0] for tensor in tensors])
+
+
+def _states(handles: Sequence[Handle]) -> Any:
+    return ffi.new(_STATES, [handle[0] for handle in handles])
 
 
 # ---- Other operations

@@ -95,7 +95,10 @@ def causal_attention(states: Any, x: Any, weights: AttentionWeights) -> Any:
         lengths,
         [row.tensor for row in xs],
     )
-    new = tuple(KVState(device, config, handle) for handle in handles)
+    new = tuple(
+        KVState(device, config, handle, None if state._length is None else state._length + length)
+        for handle, state, length in zip(handles, group, lengths, strict=True)
+    )
     ys = tuple(output(device, y, row.shape, row.dtype) for y, row in zip(buffers, xs, strict=True))
     if one:
         return new[0], ys[0]

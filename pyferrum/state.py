@@ -15,7 +15,7 @@ from pyferrum import _native, rope
 from pyferrum.array import Array, as_array
 from pyferrum.config import AttentionConfig
 from pyferrum.device import Device, default_device
-from pyferrum.errors import CheckpointError, InvalidArgument, StateError
+from pyferrum.errors import CheckpointError, InvalidArgument, StateError, UnsupportedError
 
 
 class KVState:
@@ -26,14 +26,20 @@ class KVState:
     `init_state`.
     """
 
-    __slots__ = ("__weakref__", "_handle", "config", "device", "length")
+    __slots__ = ("__weakref__", "_handle", "_length", "config", "device")
 
-    def __init__(self, device: Device, config: AttentionConfig, handle: Any) -> None:
+    def __init__(self, device: Device, config: AttentionConfig, handle: Any, length: int | None) -> None:
         self.device = device
         self.config = config
         self._handle = handle
-        self.length: int = _native.state_describe(handle)["length"]
+        self._length = length
+
+    @property
+    def length(self) -> int:
         """Tokens."""
+        if self._length is None:
+            raise UnsupportedError("length: not known while `jit` records a function, which runs for any length")
+        return self._length
 
     @property
     def handle(self) -> Any:
@@ -56,7 +62,7 @@ class KVState:
         """The first `length` tokens: O(1), shares everything."""
         if not 0 <= length <= self.length:
             raise InvalidArgument(f"length: expected 0…{self.length}, the state's length, got {length}")
-        return KVState(self.device, self.config, _native.state_truncate(self.handle, length))
+        return KVState(self.device, self.config, _native.state_truncate(self.handle, length), length)
 
     def append(self, keys: ArrayLike | Array, values: ArrayLike | Array) -> KVState:
         """A state with more tokens, given as they are stored: keys already normed and rotated.
@@ -70,7 +76,7 @@ class KVState:
         """
         arrays = as_array(keys, "keys", device=self.device), as_array(values, "values", device=self.device)
         handle = _native.state_append(self.handle, arrays[0].tensor, arrays[1].tensor)
-        return KVState(self.device, self.config, handle)
+        return KVState(self.device, self.config, handle, self.length + arrays[0].shape[0])
 
     def keys(self, start: int = 0, stop: int | None = None) -> Array:
         """Keys as stored, normed and rotated: float16 [tokens, key_value_heads, head_dim]."""
@@ -110,10 +116,10 @@ class KVState:
 
     def __repr__(self) -> str:
         if self._handle is None:
-            return f"KVState(closed, length={self.length})"
+            return f"KVState(closed, length={self._length})"
         config = self.config
         return (
-            f"KVState(length={self.length}, pages={self.pages}, heads={config.key_value_heads}, "
+            f"KVState(length={self._length}, pages={self.pages}, heads={config.key_value_heads}, "
             f"head_dim={config.head_dim})"
         )
 
@@ -122,7 +128,7 @@ def init_state(config: AttentionConfig, *, device: Device | None = None) -> KVSt
     """An empty state for a layer of this configuration. Holds no page."""
     device = device or default_device()
     config.native(device)  # a bad configuration is found here rather than at the first call
-    return KVState(device, config, _native.state_new(device.handle, config.key_value_heads, config.head_dim))
+    return KVState(device, config, _native.state_new(device.handle, config.key_value_heads, config.head_dim), 0)
 
 
 def load_state(path: str | PathLike[str], *, device: Device | None = None) -> KVState:

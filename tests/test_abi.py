@@ -179,6 +179,10 @@ def valid_arguments() -> dict[str, Callable[[], list[Any]]]:
     request = ffi.new("ferrum_plan_request *", formats | {"starts": counts, "tokens": counts})
     plan = new("ferrum_plan", lambda out: lib.ferrum_attention_plan(attention, request, out))
     states, xs = ffi.new("ferrum_state *[]", [state]), ffi.new("ferrum_tensor[]", [x[0]])
+    assert lib.ferrum_program_begin(device, 1, x, 1, states) == 0
+    norm = ffi.new("ferrum_tensor *", x[0])
+    norm.buffer = new("ferrum_buffer", lambda out: lib.ferrum_rms_norm(device, x, row, 1e-5, out))
+    program = new("ferrum_program", lambda out: lib.ferrum_program_end(1, norm, 0, states, out))
     outside, new_state, new_y = ffi.from_buffer(bytearray(64)), ffi.new("ferrum_state **"), ffi.new("ferrum_buffer **")
     o = ffi.new
     return {
@@ -210,6 +214,14 @@ def valid_arguments() -> dict[str, Callable[[], list[Any]]]:
         "plan_describe": lambda: [plan, o("ferrum_plan_summary *")],
         "plan_launch": lambda: [plan, 0, o("ferrum_launch *")],
         "plan_resource": lambda: [plan, 0, o("ferrum_resource *")],
+        "program_begin": lambda: [device, 1, x, 1, states],
+        "program_end": lambda: [1, norm, 0, states, o("ferrum_program **")],
+        "program_abandon": lambda: [],
+        "program_release": lambda: [o("ferrum_program **")],
+        "program_run": lambda: [
+            *(program, x, states, o("ferrum_buffer **[]", [new_y]), o("ferrum_state **[]", [new_state])),
+            o("uint64_t[1]"),
+        ],
         "rms_norm": lambda: [device, x, row, 1e-5, o("ferrum_buffer **")],
         "linear": lambda: [device, x, q, row, 1, o("ferrum_buffer **")],
         "embed": lambda: [device, tokens, q, 1, o("ferrum_buffer **")],
@@ -279,7 +291,9 @@ def hostile_structs() -> None:
     table = valid_arguments()
     kinds = {name: ffi.typeof(getattr(_native.lib, f"ferrum_{name}")).args for name in table}
     slots = [(name, at) for name in table for at, k in enumerate(kinds[name]) if k is ffi.typeof("ferrum_tensor *")]
-    assert len(slots) == 44
+    # A recording starts and ends with tensors of any shape; test_jit.py has what it refuses.
+    slots = [(name, at) for name, at in slots if name not in ("program_begin", "program_end")]
+    assert len(slots) == 45
     for (name, at), change in itertools.product(slots, HOSTILE_TENSORS):
         arguments = table[name]()
         arguments[at] = ffi.new("ferrum_tensor *", arguments[at][0])

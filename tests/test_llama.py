@@ -126,8 +126,8 @@ def test_reference__runs_the_same_forward_pass(model: pf.Model, logits: np.ndarr
     config: Any = model.config
     short = llama.LlamaParams(model.params.embedding, model.params.layers[:2], model.params.norm, None)
     states = [[module.init_state(config.attention) for _ in range(2)] for module in (pf, reference)]
-    _, ours = llama.forward(short, config, states[:1], [TOKENS[:12]])
-    _, expected = llama.forward(short, config, states[1:], [TOKENS[:12]], ops=reference)
+    _, ours = llama.forward(short, config, states[:1], np.array(TOKENS[:12], np.int32), [12])
+    _, expected = llama.forward(short, config, states[1:], np.array(TOKENS[:12], np.int32), [12], ops=reference)
     np.testing.assert_allclose(ours, expected, atol=4e-3 * np.abs(expected).max())
 
 

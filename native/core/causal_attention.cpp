@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "program.h"
+
 namespace ferrum {
 
 namespace {
@@ -35,9 +37,7 @@ Ref<Buffer> rope_table(Device *device, const AttentionShape &shape, const double
     return table;
 }
 
-// The weights in the order of ferrum_attention_weights.
-constexpr int kWeights = 11;
-static_assert(sizeof(ferrum_attention_weights) == kWeights * sizeof(ferrum_tensor));
+static_assert(sizeof(ferrum_attention_weights) == kAttentionWeights * sizeof(ferrum_tensor));
 
 // Checks every weight and fills in what a plan needs to know of them.
 void check_weights(const AttentionShape &shape, Device *device, const ferrum_attention_weights &w,
@@ -91,7 +91,7 @@ struct Call {
 Call run(Attention *attention, const ferrum_attention_weights &weights, uint32_t form, uint32_t participants,
          ferrum_state *const *state_handles, const uint64_t *tokens, const ferrum_tensor *xs) {
     Device *device = attention->device();
-    device->check_usable(kOp);
+    device->check_usable(kOp, true);
     const AttentionShape &shape = attention->shape;
     std::vector<State *> states(participants);
     std::vector<uint64_t> starts(participants), new_tokens(tokens, tokens + participants);
@@ -141,35 +141,19 @@ Call run(Attention *attention, const ferrum_attention_weights &weights, uint32_t
 
     // Reserve and claim; from here on a failure drops the new states, and with them the claims.
     Arena::Appended appended = device->arena().append(kOp, states, new_tokens);
-    for (uint32_t i = 0; i < participants; i++)
-        device->arena().page_table(appended.states[i].get(),
-                                   static_cast<uint64_t *>(tables->host()) + plan->page_table_offsets[i] / 8);
+    if (Recorder *recorder = Recorder::current())
+        recorder->attention(attention, request, weights, states, xs, appended.states, call.outputs);
     Submission work;
     work.label = kOp;
-    add_page_copies(work, shape.layout, appended.copies, device);
-    std::vector<Resource> resources;
+    AttentionOperands operands{{}, {}, {}, {scratch.get(), 0}, {partials.get(), 0}, {tables.get(), 0}};
+    auto place = [](const ferrum_tensor &t) { return Resource{reinterpret_cast<Buffer *>(t.buffer), t.offset}; };
+    for (uint32_t i = 0; i < tensors; i++) {
+        operands.xs.push_back(place(xs[i]));
+        operands.ys.push_back({call.outputs[i].get(), 0});
+    }
     const auto *fields = reinterpret_cast<const ferrum_tensor *>(&weights);
-    auto tensor = [](const ferrum_tensor &t) { return Resource{reinterpret_cast<Buffer *>(t.buffer), t.offset}; };
-    auto resolve = [&](const ferrum_resource &resource) -> Resource {
-        switch (resource.role) {
-            case FERRUM_ROLE_INPUT:
-                return tensor(xs[resource.index]);
-            case FERRUM_ROLE_OUTPUT:
-                return {call.outputs[resource.index].get(), 0};
-            case FERRUM_ROLE_WEIGHT:
-                return tensor(fields[resource.index]);
-            case FERRUM_ROLE_SCRATCH:
-                return {scratch.get(), 0};
-            case FERRUM_ROLE_PARTIALS:
-                return {partials.get(), 0};
-            case FERRUM_ROLE_PAGE_TABLE:
-                return {tables.get(), 0};
-            default:
-                return {attention->rope.get(), 0};
-        }
-    };
-    for (const ferrum_resource &resource : plan->resources) resources.push_back(resolve(resource));
-    work.append(plan->launches, resources);
+    std::transform(fields, fields + kAttentionWeights, operands.weights, place);
+    add_causal_attention(work, *attention, *plan.get(), appended, operands);
     for (const Resource &resource : work.resources) work.keep.push_back(Ref<Buffer>::share(resource.buffer));
     for (uint32_t i = 0; i < participants; i++) {
         work.keep.push_back(Ref<State>::share(states[i]));
@@ -181,6 +165,41 @@ Call run(Attention *attention, const ferrum_attention_weights &weights, uint32_t
 }
 
 }  // namespace
+
+void add_causal_attention(Submission &work, const Attention &attention, const AttentionPlan &plan,
+                          const Arena::Appended &appended, const AttentionOperands &operands) {
+    Device *device = attention.device();
+    auto *tables = static_cast<uint8_t *>(operands.tables.buffer->host()) + operands.tables.offset;
+    for (size_t i = 0; i < appended.states.size(); i++)
+        device->arena().page_table(appended.states[i].get(),
+                                   reinterpret_cast<uint64_t *>(tables + plan.page_table_offsets[i]));
+    add_page_copies(work, attention.shape.layout, appended.copies, device);
+    std::vector<Resource> resources;
+    resources.reserve(plan.resources.size());
+    for (const ferrum_resource &resource : plan.resources) switch (resource.role) {
+            case FERRUM_ROLE_INPUT:
+                resources.push_back(operands.xs[resource.index]);
+                break;
+            case FERRUM_ROLE_OUTPUT:
+                resources.push_back(operands.ys[resource.index]);
+                break;
+            case FERRUM_ROLE_WEIGHT:
+                resources.push_back(operands.weights[resource.index]);
+                break;
+            case FERRUM_ROLE_SCRATCH:
+                resources.push_back(operands.scratch);
+                break;
+            case FERRUM_ROLE_PARTIALS:
+                resources.push_back(operands.partials);
+                break;
+            case FERRUM_ROLE_PAGE_TABLE:
+                resources.push_back(operands.tables);
+                break;
+            default:
+                resources.push_back({attention.rope.get(), 0});
+        }
+    work.append(plan.launches, resources);
+}
 
 Attention::Attention(Ref<Device> device, const ferrum_attention_config &config, const double *inverse_frequencies)
     : shape(AttentionShape::make(config, device->traits())),
@@ -239,7 +258,10 @@ void ferrum_plan_release(ferrum_plan **plan) {
 int32_t ferrum_plan_describe(ferrum_plan *plan, ferrum_plan_summary *out_summary) {
     return guard([&] {
         auto &result = *required(out_summary, "out_summary");
-        result = reinterpret_cast<AttentionPlan *>(required(plan, "plan"))->summary;
+        const auto &object = *reinterpret_cast<AttentionPlan *>(required(plan, "plan"));
+        const auto digest = object.fingerprint();
+        result = object.summary;
+        std::copy(digest.begin(), digest.end(), result.fingerprint);
     });
 }
 

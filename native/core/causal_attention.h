@@ -47,7 +47,9 @@ struct ScratchLayout {
 
 struct AttentionPlan : public RefCounted {
     Counted counted{live_counts.plans};
-    ferrum_plan_summary summary{};
+    ferrum_plan_summary summary{};   // but for the fingerprint
+    std::vector<uint64_t> topology;  // what the fingerprint is of
+    std::array<uint8_t, 32> fingerprint() const;
     std::vector<ferrum_launch> launches;
     std::vector<ferrum_resource> resources;
     std::vector<uint64_t> page_table_offsets;  // bytes, per participant
@@ -56,5 +58,18 @@ struct AttentionPlan : public RefCounted {
 
 // Pure: a function of its arguments. Reads no state, arena or buffer.
 Ref<AttentionPlan> plan_causal_attention(const AttentionShape &shape, const ferrum_plan_request &request);
+
+// The weights in the order of ferrum_attention_weights.
+constexpr int kAttentionWeights = 11;
+
+// Where a planned call's tensors are.
+struct AttentionOperands {
+    std::vector<Resource> xs, ys;
+    Resource weights[kAttentionWeights];
+    Resource scratch, partials, tables;
+};
+// Writes the page tables of the new states and adds the call's launches, copies of shared pages first.
+void add_causal_attention(Submission &work, const Attention &attention, const AttentionPlan &plan,
+                          const Arena::Appended &appended, const AttentionOperands &operands);
 
 }  // namespace ferrum

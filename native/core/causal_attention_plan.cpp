@@ -27,24 +27,6 @@ bool zero_or_positive(float value) {
 // Fields of ferrum_attention_weights, in order.
 enum Weight { input_norm, q_proj, k_proj, v_proj, o_proj, q_norm, k_norm, q_bias, k_bias, v_bias, o_bias };
 
-// SHA-256 over this preimage: domain, number of ranges, total new tokens, then per range the new
-// tokens and where they start and end in their sequence; u64, little-endian.
-std::array<uint8_t, 32> topology_fingerprint(const ferrum_plan_request &request, uint64_t total_tokens) {
-    static const char domain[] = "ferrum.metal.causal-attention.reusable-topology.v1";  // its NUL is hashed
-    std::vector<uint8_t> preimage(domain, domain + sizeof(domain));
-    auto append = [&](uint64_t value) {
-        for (int i = 0; i < 8; i++) preimage.push_back(uint8_t(value >> (8 * i)));
-    };
-    append(request.participants);
-    append(total_tokens);
-    for (uint32_t i = 0; i < request.participants; i++) {
-        append(request.tokens[i]);
-        append(request.starts[i]);
-        append(request.starts[i] + request.tokens[i]);
-    }
-    return sha256(preimage);
-}
-
 class Planner {
    public:
     Planner(const AttentionShape &shape, const ferrum_plan_request &request, AttentionPlan &plan, uint64_t total_tokens)
@@ -362,9 +344,21 @@ Ref<AttentionPlan> plan_causal_attention(const AttentionShape &shape, const ferr
     std::copy_n(planner.scratch().offset, ScratchLayout::region_count, summary.scratch_regions);
     summary.maximum_pages = shape.maximum_pages();
     summary.state_bytes_per_token = shape.layout.bytes_per_token();
-    const auto digest = topology_fingerprint(request, summary.total_tokens);
-    std::copy(digest.begin(), digest.end(), summary.fingerprint);
+    plan->topology = {request.participants, summary.total_tokens};
+    for (uint32_t i = 0; i < request.participants; i++)
+        for (uint64_t value : {request.tokens[i], request.starts[i], request.starts[i] + request.tokens[i]})
+            plan->topology.push_back(value);
     return plan;
+}
+
+// SHA-256 over this preimage: domain, number of ranges, total new tokens, then per range the new
+// tokens and where they start and end in their sequence; u64, little-endian.
+std::array<uint8_t, 32> AttentionPlan::fingerprint() const {
+    static const char domain[] = "ferrum.metal.causal-attention.reusable-topology.v1";  // its NUL is hashed
+    std::vector<uint8_t> preimage(domain, domain + sizeof(domain));
+    for (uint64_t value : topology)
+        for (int i = 0; i < 8; i++) preimage.push_back(uint8_t(value >> (8 * i)));
+    return sha256(preimage);
 }
 
 }  // namespace ferrum

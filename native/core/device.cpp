@@ -3,7 +3,7 @@
 #include <pthread.h>
 #include <unistd.h>
 
-#include "arena.h"
+#include "program.h"
 
 namespace ferrum {
 
@@ -35,7 +35,8 @@ bool Device::forked() const {
     return fork_generation_ != fork_generation;
 }
 
-void Device::check_usable(const char *op) const {
+void Device::check_usable(const char *op, bool replayable) const {
+    if (!replayable && Recorder::current()) fail(FERRUM_UNSUPPORTED, "[%s] cannot be part of a jitted function", op);
     if (forked())
         fail(FERRUM_STATE_ERROR, "[%s] the device was opened before fork(): open one in the child process", op);
 }

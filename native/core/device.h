@@ -18,13 +18,13 @@ class RefCounted {
     RefCounted(const RefCounted &) = delete;
     RefCounted &operator=(const RefCounted &) = delete;
     virtual ~RefCounted() = default;
-    void retain() { references_.fetch_add(1, std::memory_order_relaxed); }
-    void release() {
+    void retain() const { references_.fetch_add(1, std::memory_order_relaxed); }
+    void release() const {
         if (references_.fetch_sub(1, std::memory_order_acq_rel) == 1) delete this;
     }
 
    private:
-    std::atomic<uint64_t> references_{1};
+    mutable std::atomic<uint64_t> references_{1};
 };
 
 template <class T>
@@ -88,7 +88,8 @@ class Counted {
 };
 
 struct LiveCounts {
-    std::atomic<uint64_t> devices{0}, buffers{0}, states{0}, attentions{0}, plans{0}, page_lists{0}, rings{0};
+    std::atomic<uint64_t> devices{0}, buffers{0}, states{0}, attentions{0}, plans{0}, page_lists{0}, rings{0},
+        programs{0};
 };
 extern LiveCounts live_counts;
 
@@ -131,7 +132,7 @@ struct Submission {
     const char *label = "";  // the operation, for captures and for errors that are found later
     std::vector<ferrum_launch> launches;
     std::vector<Resource> resources;
-    std::vector<Ref<RefCounted>> keep;
+    std::vector<Ref<const RefCounted>> keep;
 
     uint32_t add(Buffer *buffer, uint64_t offset = 0) {
         resources.push_back({buffer, offset});
@@ -172,8 +173,10 @@ class Device : public RefCounted {
     virtual Traits traits() const = 0;
     Arena &arena() { return *arena_; }
     bool poison() const { return poison_; }
-    bool forked() const;                      // since it was opened
-    void check_usable(const char *op) const;  // throws after fork: the child has none of the device's threads
+    bool forked() const;  // since it was opened
+    // Throws after fork, since the child has none of the device's threads; and while this thread records a program, if
+    // the operation is none that a program replays.
+    void check_usable(const char *op, bool replayable = false) const;
 
    protected:
     void open_arena(uint64_t limit_bytes, bool poison);

@@ -1,5 +1,5 @@
 // The C face of devices, buffers and states.
-#include "arena.h"
+#include "program.h"
 #include "launch.h"
 
 namespace ferrum {
@@ -77,7 +77,7 @@ uint32_t ferrum_abi_version(void) {
 void ferrum_debug_counts(ferrum_counts *out_counts) {
     if (!out_counts) return;
     *out_counts = {live_counts.devices, live_counts.buffers,    live_counts.states, live_counts.attentions,
-                   live_counts.plans,   live_counts.page_lists, live_counts.rings};
+                   live_counts.plans,   live_counts.page_lists, live_counts.rings,  live_counts.programs};
 }
 
 int32_t ferrum_device_new(const char *name, const ferrum_device_options *options, ferrum_device **out_device) {
@@ -120,7 +120,7 @@ int32_t ferrum_device_arena_stats(ferrum_device *device, ferrum_arena_stats *out
 
 int32_t ferrum_buffer_new(ferrum_device *device, uint64_t bytes, ferrum_buffer **out_buffer) {
     return guard([&] {
-        unwrap(device)->check_usable("buffer");
+        unwrap(device)->check_usable("buffer", true);
         auto &result = *required(out_buffer, "out_buffer");
         result = reinterpret_cast<ferrum_buffer *>(unwrap(device)->allocate(bytes).detach());
     });
@@ -128,7 +128,7 @@ int32_t ferrum_buffer_new(ferrum_device *device, uint64_t bytes, ferrum_buffer *
 
 int32_t ferrum_buffer_wrap(ferrum_device *device, const void *data, uint64_t bytes, ferrum_buffer **out_buffer) {
     return guard([&] {
-        unwrap(device)->check_usable("buffer");
+        unwrap(device)->check_usable("buffer", true);
         auto &result = *required(out_buffer, "out_buffer");
         result = reinterpret_cast<ferrum_buffer *>(
             unwrap(device)->wrap(bytes ? required(data, "data") : data, bytes).detach());
@@ -142,6 +142,10 @@ void ferrum_buffer_release(ferrum_buffer **buffer) {
 int32_t ferrum_buffer_contents(ferrum_buffer *buffer, void **out_data, uint64_t *out_bytes) {
     return guard([&] {
         Buffer *object = unwrap(buffer);
+        if (const Recorder *recorder = Recorder::current(); recorder && recorder->knows(object))
+            fail(FERRUM_UNSUPPORTED,
+                 "[jit] the values of an array that depends on the inputs were asked for while a function is recorded: "
+                 "they differ from run to run");
         object->wait();
         uint64_t &bytes = *required(out_bytes, "out_bytes");
         *required(out_data, "out_data") = object->host();
@@ -152,7 +156,7 @@ int32_t ferrum_buffer_contents(ferrum_buffer *buffer, void **out_data, uint64_t 
 int32_t ferrum_state_new(ferrum_device *device, uint32_t key_value_heads, uint32_t head_dim, ferrum_state **out_state) {
     return guard([&] {
         Device *owner = unwrap(device);
-        owner->check_usable("state");
+        owner->check_usable("state", true);
         auto &result = *required(out_state, "out_state");
         result = reinterpret_cast<ferrum_state *>(
             owner->arena().empty(owner, KVLayout::make("state", key_value_heads, head_dim)).detach());

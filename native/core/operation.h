@@ -1,18 +1,28 @@
 // What the operations of a single launch share: checks of arguments, a new output, the launch.
 #pragma once
 
-#include "arena.h"
-#include "launch.h"
+#include "program.h"
 
 namespace ferrum {
 
 constexpr uint64_t kMaxRows = uint64_t(1) << 31;
 
+inline void check_index_range(const char *op, const char *name, Buffer *buffer, uint64_t offset, uint64_t count,
+                              uint64_t limit) {
+    buffer->wait();
+    const auto *values = reinterpret_cast<const int32_t *>(static_cast<uint8_t *>(buffer->host()) + offset);
+    for (uint64_t i = 0; i < count; i++)
+        if (values[i] < 0 || uint64_t(values[i]) >= limit)
+            fail(FERRUM_INVALID_ARGUMENT, "[%s] %s: expected 0…%llu, got %d at position %llu", op, name,
+                 (unsigned long long)(limit - 1), values[i], (unsigned long long)i);
+}
+
 class Operation {
    public:
-    Operation(const char *op, ferrum_device *device)
+    // `replayable`: the call is its launches and outputs, and nothing of the host's.
+    Operation(const char *op, ferrum_device *device, bool replayable = false)
         : op_(op), device_(reinterpret_cast<Device *>(required(device, "device"))) {
-        device_->check_usable(op);
+        device_->check_usable(op, replayable);
         work_.label = op;
     }
     Device *device() const { return device_; }
@@ -40,30 +50,28 @@ class Operation {
     void keep(RefCounted *object) { work_.keep.push_back(Ref<RefCounted>::share(object)); }
 
     Ref<Buffer> output(uint64_t rows, uint64_t width, uint64_t element_bytes) {
-        return device_->allocate(checked_multiply(checked_multiply(rows, width, op_), element_bytes, op_));
+        Ref<Buffer> y = device_->allocate(checked_multiply(checked_multiply(rows, width, op_), element_bytes, op_));
+        outputs_.push_back(y);
+        return y;
     }
 
     // An empty input makes an empty output and no launch.
     void submit(const Launch &launch, uint64_t elements) {
-        if (elements == 0) return;
-        work_.launches.push_back(launch);
-        device_->submit(std::move(work_));
+        if (elements) work_.launches.push_back(launch);
+        if (Recorder *recorder = Recorder::current()) recorder->operation(work_, outputs_);
+        if (elements) device_->submit(std::move(work_));
     }
 
     void check_indices(const char *name, const ferrum_tensor &t, uint64_t limit) {
-        auto *buffer = reinterpret_cast<Buffer *>(t.buffer);
-        buffer->wait();
-        const auto *values = reinterpret_cast<const int32_t *>(static_cast<uint8_t *>(buffer->host()) + t.offset);
-        for (uint64_t i = 0; i < t.shape[0]; i++)
-            if (values[i] < 0 || uint64_t(values[i]) >= limit)
-                fail(FERRUM_INVALID_ARGUMENT, "[%s] %s: expected 0…%llu, got %d at position %llu", op_, name,
-                     (unsigned long long)(limit - 1), values[i], (unsigned long long)i);
+        check_index_range(op_, name, reinterpret_cast<Buffer *>(t.buffer), t.offset, t.shape[0], limit);
+        if (Recorder *recorder = Recorder::current()) recorder->check_indices(op_, name, t, limit);
     }
 
    private:
     const char *op_;
     Device *device_;
     Submission work_;
+    std::vector<Ref<Buffer>> outputs_;
 };
 
 inline void give(Ref<Buffer> buffer, ferrum_buffer **out) {

@@ -6,7 +6,7 @@ using namespace ferrum;
 int32_t ferrum_rms_norm(ferrum_device *device, const ferrum_tensor *x, const ferrum_tensor *weight, float epsilon,
                         ferrum_buffer **out_y) {
     return guard([&] {
-        Operation op("rms_norm", device);
+        Operation op("rms_norm", device, true);
         const auto &in = op.argument("x", x, {format_f16, format_f32}, 2);
         const auto &w = op.argument("weight", weight, {format_f16, format_f32}, 1);
         check_shape({"rms_norm", "weight"}, w, {in.shape[1]}, "the width of x");
@@ -36,7 +36,7 @@ int32_t ferrum_weight_prepare(ferrum_device *device, const ferrum_tensor *weight
 int32_t ferrum_linear(ferrum_device *device, const ferrum_tensor *x, const ferrum_tensor *weight,
                       const ferrum_tensor *bias, uint32_t output_format, ferrum_buffer **out_y) {
     return guard([&] {
-        Operation op("linear", device);
+        Operation op("linear", device, true);
         const auto &in = op.argument("x", x, {format_f16}, 2);
         const auto &w = op.argument("weight", weight, {}, 2);
         if (!weight_format(w.format))
@@ -68,7 +68,7 @@ int32_t ferrum_linear(ferrum_device *device, const ferrum_tensor *x, const ferru
 int32_t ferrum_embed(ferrum_device *device, const ferrum_tensor *tokens, const ferrum_tensor *weight,
                      uint32_t output_format, ferrum_buffer **out_y) {
     return guard([&] {
-        Operation op("embed", device);
+        Operation op("embed", device, true);
         const auto &t = op.argument("tokens", tokens, {format_i32}, 1);
         const auto &w = op.argument("weight", weight, {}, 2);
         const FormatInfo *info = weight_format(w.format);
@@ -94,7 +94,7 @@ int32_t ferrum_embed(ferrum_device *device, const ferrum_tensor *tokens, const f
 int32_t ferrum_swiglu(ferrum_device *device, const ferrum_tensor *gate, const ferrum_tensor *up,
                       ferrum_buffer **out_y) {
     return guard([&] {
-        Operation op("swiglu", device);
+        Operation op("swiglu", device, true);
         const auto &g = op.argument("gate", gate, {format_f16}, 2);
         const auto &u = op.argument("up", up, {format_f16}, 2);
         check_shape({"swiglu", "up"}, u, {g.shape[0], g.shape[1]}, "the shape of gate");
@@ -114,7 +114,7 @@ int32_t ferrum_swiglu(ferrum_device *device, const ferrum_tensor *gate, const fe
 int32_t ferrum_residual_add(ferrum_device *device, const ferrum_tensor *x, const ferrum_tensor *branch,
                             ferrum_buffer **out_y) {
     return guard([&] {
-        Operation op("residual_add", device);
+        Operation op("residual_add", device, true);
         const auto &in = op.argument("x", x, {format_f16, format_f32}, 2);
         const auto &b = op.argument("branch", branch, {format_f16}, 2);
         check_shape({"residual_add", "branch"}, b, {in.shape[0], in.shape[1]}, "the shape of x");
@@ -129,7 +129,7 @@ int32_t ferrum_residual_add(ferrum_device *device, const ferrum_tensor *x, const
 int32_t ferrum_cross_entropy(ferrum_device *device, const ferrum_tensor *logits, const ferrum_tensor *targets,
                              ferrum_buffer **out_loss) {
     return guard([&] {
-        Operation op("cross_entropy", device);
+        Operation op("cross_entropy", device, true);
         const auto &l = op.argument("logits", logits, {format_f32}, 2);
         const auto &t = op.argument("targets", targets, {format_i32}, 1);
         check_shape({"cross_entropy", "targets"}, t, {l.shape[0]}, "the rows of logits");
@@ -149,7 +149,7 @@ int32_t ferrum_cross_entropy(ferrum_device *device, const ferrum_tensor *logits,
 
 int32_t ferrum_argmax(ferrum_device *device, const ferrum_tensor *x, ferrum_buffer **out_indices) {
     return guard([&] {
-        Operation op("argmax", device);
+        Operation op("argmax", device, true);
         const auto &in = op.argument("x", x, {format_f32}, 2);
         if (in.shape[1] == 0) fail(FERRUM_INVALID_ARGUMENT, "[argmax] x: expected at least one column, got none");
         const auto rows = uint32_t(in.shape[0]), width = uint32_t(in.shape[1]);
@@ -167,7 +167,7 @@ int32_t ferrum_argmax(ferrum_device *device, const ferrum_tensor *x, ferrum_buff
 int32_t ferrum_top_k(ferrum_device *device, const ferrum_tensor *x, uint32_t k, ferrum_buffer **out_indices,
                      ferrum_buffer **out_values) {
     return guard([&] {
-        Operation op("top_k", device);
+        Operation op("top_k", device, true);
         const auto &in = op.argument("x", x, {format_f32}, 2);
         if (k == 0 || k > FERRUM_MAX_TOP_K || k > in.shape[1])
             fail(FERRUM_INVALID_ARGUMENT, "[top_k] k: expected 1…%llu, got %u",

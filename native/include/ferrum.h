@@ -64,8 +64,9 @@ typedef struct ferrum_device ferrum_device;       /* a device, its kernels and i
 typedef struct ferrum_buffer ferrum_buffer;       /* bytes on a device */
 typedef struct ferrum_state ferrum_state;         /* immutable keys and values of a sequence: pages and a length */
 typedef struct ferrum_attention ferrum_attention; /* a validated attention configuration with its rotary table */
-typedef struct ferrum_ring ferrum_ring; /* immutable DFlash 2 context of up to four lanes: pages and positions */
-typedef struct ferrum_plan ferrum_plan; /* what a call will dispatch, as data */
+typedef struct ferrum_ring ferrum_ring;       /* immutable DFlash 2 context of up to four lanes: pages and positions */
+typedef struct ferrum_plan ferrum_plan;       /* what a call will dispatch, as data */
+typedef struct ferrum_program ferrum_program; /* recorded calls, replayed as one */
 
 typedef struct ferrum_tensor {
     ferrum_buffer *buffer; /* NULL: absent (optional arguments only) */
@@ -95,6 +96,7 @@ typedef struct ferrum_counts {
     uint64_t plans;
     uint64_t page_lists;
     uint64_t rings;
+    uint64_t programs;
 } ferrum_counts;
 void ferrum_debug_counts(ferrum_counts *out_counts);
 
@@ -321,6 +323,30 @@ int32_t ferrum_plan_describe(ferrum_plan *plan, ferrum_plan_summary *out_summary
 int32_t ferrum_plan_launch(ferrum_plan *plan, uint32_t index, ferrum_launch *out_launch);
 
 int32_t ferrum_plan_resource(ferrum_plan *plan, uint32_t index, ferrum_resource *out_resource);
+
+/* ---- Programs --------------------------------------------------------------------------------------------------- */
+
+/* From here to ferrum_program_end this thread's calls on `device` are taken down while they run as ever. What they read
+ * of the inputs will be another array, or state, in every run; any other array, state or number they use is captured as
+ * it is. Inputs are buffers and states of their own, each at most once. Calls that cannot be replayed are refused with
+ * FERRUM_UNSUPPORTED as long as a recording lasts: those of rings, state_append, state_truncate and state_read. */
+int32_t ferrum_program_begin(ferrum_device *device, uint32_t arrays, const ferrum_tensor *inputs, uint32_t states,
+                             ferrum_state *const *input_states);
+
+/* Ends the recording, whether it succeeds or not: the program that makes `outputs` and `output_states`, each of which a
+ * recorded call made. */
+int32_t ferrum_program_end(uint32_t arrays, const ferrum_tensor *outputs, uint32_t states,
+                           ferrum_state *const *output_states, ferrum_program **out_program);
+
+/* Ends the recording of this thread, if there is one, and keeps nothing. */
+void ferrum_program_abandon(void);
+
+void ferrum_program_release(ferrum_program **program);
+
+/* Runs a program on other inputs of the same shapes and formats, as one call: everything is checked and reserved before
+ * anything starts, and nothing is returned unless all of it succeeds. `out_lengths`: tokens of each new state. */
+int32_t ferrum_program_run(ferrum_program *program, const ferrum_tensor *inputs, ferrum_state *const *states,
+                           ferrum_buffer **const *out_arrays, ferrum_state **const *out_states, uint64_t *out_lengths);
 
 /* ---- Other operations ------------------------------------------------------------------------------------------- */
 /* `device` owns every tensor; outputs are new buffers. T = rows. */

@@ -122,7 +122,7 @@ void Engine::submit(Submission &&work) {
     if (std::find(batch.labels.begin(), batch.labels.end(), label) == batch.labels.end()) batch.labels.push_back(label);
 
     encode(batch, work, pipelines);
-    for (Ref<RefCounted> &kept : work.keep) batch.keep.push_back(std::move(kept));
+    for (Ref<const RefCounted> &kept : work.keep) batch.keep.push_back(std::move(kept));
     work.keep.clear();
     if (batch.launches >= kLongEnough || in_flight_.size() < kMinInFlight) commit();
 }

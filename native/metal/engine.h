@@ -67,7 +67,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
         uint32_t launches = 0;
         size_t declared_slabs = 0;
         std::vector<const char *> labels;  // of its submissions, each once
-        std::vector<Ref<RefCounted>> keep;
+        std::vector<Ref<const RefCounted>> keep;
     };
     using Lock = std::unique_lock<std::mutex>;
 

@@ -77,32 +77,33 @@ def forward(
     params: LlamaParams,
     config: LlamaConfig,
     states: Sequence[Sequence[Any]],
-    tokens: Sequence[np.ndarray[Any, Any]],
+    tokens: Any,
+    lengths: Sequence[int],
     *,
     dtype: DTypeLike = np.float32,
     ops: ModuleType = pyferrum,
     taps: dict[int, Any] | None = None,
 ) -> tuple[list[tuple[Any, ...]], Any]:
-    """Run new tokens of n sequences through every layer and the final norm.
+    """Run new tokens of n sequences through every layer.
 
     Args:
         params: the model's weights.
         config: its shape.
         states: for each sequence, a state for each layer.
-        tokens: for each sequence, its new tokens, int32 [tokens].
+        tokens: int32 [sum of lengths], the sequences' new tokens one after another.
+        lengths: new tokens of each sequence.
         dtype: of the residual stream: float32 or float16.
         ops: `pyferrum` or `pyferrum.reference`.
-        taps: its keys are layers, counted from 0; the residual stream behind each of them, [sum of tokens, hidden] in
+        taps: its keys are layers, counted from 0; the residual stream behind each of them, [sum of lengths, hidden] in
             `dtype`, becomes its value.
 
     Returns:
-        (states in the form they came in, normed hidden states float16 [sum of tokens, hidden]).
+        (states in the form they came in, the residual stream behind the last layer, [sum of lengths, hidden]).
     """
-    lengths = [len(t) for t in tokens]
-    x = ops.embed(np.concatenate(tokens), params.embedding, dtype=dtype)
+    x = ops.embed(tokens, params.embedding, dtype=dtype)
     new: list[tuple[Any, ...]] = []
     for index, layer in enumerate(params.layers):
-        if len(tokens) == 1:
+        if len(lengths) == 1:
             state, x = ops.causal_attention(states[0][index], x, layer.attention)
             new.append((state,))
         else:
@@ -111,10 +112,9 @@ def forward(
         x = mlp(x, layer, epsilon=config.attention.epsilon, ops=ops)
         if taps is not None and index in taps:
             taps[index] = x
-    by_sequence = [tuple(layer[i] for layer in new) for i in range(len(tokens))]
-    return by_sequence, ops.rms_norm(x, params.norm, epsilon=config.attention.epsilon)
+    return [tuple(layer[i] for layer in new) for i in range(len(lengths))], x
 
 
-def logits(params: LlamaParams, hidden: Any, *, ops: ModuleType = pyferrum) -> Any:
-    """Scores of every token of the vocabulary: float32 [rows, vocabulary] from normed hidden states."""
-    return ops.linear(hidden, params.output, dtype=np.float32)
+def logits(params: LlamaParams, config: LlamaConfig, x: Any, *, ops: ModuleType = pyferrum) -> Any:
+    """Scores of every token of the vocabulary: float32 [rows, vocabulary] from rows of the residual stream."""
+    return ops.linear(ops.rms_norm(x, params.norm, epsilon=config.attention.epsilon), params.output, dtype=np.float32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -16,13 +18,19 @@ from pyferrum.checkpoint import Tokenizer, open_gguf, open_safetensors
 from pyferrum.device import Device, default_device
 from pyferrum.errors import CheckpointError, InvalidArgument, UnsupportedError
 from pyferrum.formats import hidden_format
+from pyferrum.jit import PROGRAMS, Program, record
 from pyferrum.models import llama, llama_files
 from pyferrum.models.loading import TensorLoader
+from pyferrum.ops import embed
 from pyferrum.state import KVState, init_state
 
 PREFILL_CHUNK = 512
 """Tokens of a sequence that go through the layers in one go. Results do not depend on it, bit for bit; Ctrl-C, memory
 and the first progress report do."""
+
+
+PROGRAM_ROWS = 32
+"""Up to so many rows, a pass is recorded and replayed: beyond, the calls cost little beside the work."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,8 @@ class Model:
         """Of the residual stream."""
         self._tokenizer = tokenizer
         self._memory = memory or {}
+        self._programs: OrderedDict[Any, Program] = OrderedDict()
+        self._lock = threading.Lock()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -157,38 +167,91 @@ class Model:
                 raise InvalidArgument(f"taps: expected layers 0…{self.config.layers - 1}, got {layer}")
         if taps is not None and max(len(t) for t in batch) > chunk:
             raise InvalidArgument(f"taps: expected at most chunk={chunk} tokens, got {max(len(t) for t in batch)}")
-        current = [s.layers for s in states]
-        parts: list[list[Array]] = [[] for _ in batch]
-        for start in range(0, max(len(t) for t in batch), chunk):
-            active = [i for i, t in enumerate(batch) if start < len(t)]
-            rows = [batch[i][start : start + chunk] for i in active]
-            new, hidden = llama.forward(
-                self.params, self.config, [current[i] for i in active], rows, dtype=self.dtype, taps=taps
-            )
-            at = 0
-            for i, layers, row in zip(active, new, rows, strict=True):
-                current[i] = layers
-                at += len(row)
-                if not last_only:
-                    parts[i].append(hidden[at - len(row) : at])
-                elif start + chunk >= len(batch[i]):
-                    parts[i].append(hidden[at - 1 : at])
-        for layer in taps or {}:
-            assert taps is not None
-            ends = np.cumsum([len(t) for t in batch]).tolist()
-            parts_of = [taps[layer][begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
-            taps[layer] = parts_of[0] if one else parts_of
-        results = [ModelState(layers) for layers in current]
-        scores = self._logits(parts)
+        lengths = [len(t) for t in batch]
+        if max(lengths) <= chunk and sum(lengths) <= PROGRAM_ROWS:
+            results, scores = self._replay(states, batch, lengths, last_only, taps)
+        else:
+            results, scores = self._in_chunks(states, batch, lengths, last_only, chunk, taps)
+        if taps is not None:
+            for layer, x in taps.items():
+                taps[layer] = x if one else _cut(x, lengths)
         return (results[0], scores[0]) if one else (results, scores)
 
-    def _logits(self, parts: list[list[Array]]) -> list[Array]:
-        """Logits of every sequence from the hidden states of its chunks: one product for all of them."""
+    def _replay(
+        self,
+        states: list[ModelState],
+        batch: list[Any],
+        lengths: list[int],
+        last_only: bool,
+        taps: dict[int, Any] | None,
+    ) -> tuple[list[ModelState], list[Array]]:
+        """A pass of a few rows is one native call, recorded the first time that rows are cut like this."""
+        tokens = array(np.concatenate(batch), device=self.device)
+        flat = [layer for state in states for layer in state.layers]
+        key = (*lengths, last_only, *(taps or ()))
+        with self._lock:
+            program = self._programs.get(key)
+            if program is not None:
+                self._programs.move_to_end(key)
+        if program is None:
+            program, (scores, *tapped), new = self._record(tokens, flat, lengths, last_only, tuple(taps or ()))
+            with self._lock:
+                self._programs[key] = program
+                while len(self._programs) > PROGRAMS:
+                    self._programs.popitem(last=False)
+        else:
+            (scores, *tapped), new = program.run([tokens], flat)
+        if taps is not None:
+            taps.update(zip(taps, tapped, strict=True))
+        layers = self.config.layers
+        results = [ModelState(tuple(new[i : i + layers])) for i in range(0, len(new), layers)]
+        return results, _cut(scores, [1] * len(lengths) if last_only else lengths)
+
+    def _record(
+        self, tokens: Array, flat: list[KVState], lengths: list[int], last_only: bool, tapped: tuple[int, ...]
+    ) -> tuple[Program, list[Any], list[KVState]]:
+        layers = self.config.layers
+
+        def step(arrays: list[Any], states: list[KVState]) -> tuple[list[Any], list[KVState]]:
+            taps: dict[int, Any] = dict.fromkeys(tapped)
+            grouped = [states[i : i + layers] for i in range(0, len(states), layers)]
+            new, x = llama.forward(self.params, self.config, grouped, arrays[0], lengths, dtype=self.dtype, taps=taps)
+            if last_only and max(lengths) > 1:
+                x = x[-1:] if len(lengths) == 1 else embed(np.cumsum(lengths) - 1, x, dtype=self.dtype)
+            scores = llama.logits(self.params, self.config, x)
+            return [scores, *taps.values()], [layer for sequence in new for layer in sequence]
+
+        return record(self.device, step, [tokens], flat)
+
+    def _in_chunks(
+        self,
+        states: list[ModelState],
+        batch: list[Any],
+        lengths: list[int],
+        last_only: bool,
+        chunk: int,
+        taps: dict[int, Any] | None,
+    ) -> tuple[list[ModelState], list[Array]]:
+        current = [s.layers for s in states]
+        parts: list[list[Array]] = [[] for _ in batch]
+        for start in range(0, max(lengths), chunk):
+            active = [i for i, n in enumerate(lengths) if start < n]
+            rows = [batch[i][start : start + chunk] for i in active]
+            cut = [len(row) for row in rows]
+            tokens = array(np.concatenate(rows), device=self.device)
+            new, x = llama.forward(
+                self.params, self.config, [current[i] for i in active], tokens, cut, dtype=self.dtype, taps=taps
+            )
+            for i, layers, part in zip(active, new, _cut(x, cut), strict=True):
+                current[i] = layers
+                if not last_only:
+                    parts[i].append(part)
+                elif start + chunk >= lengths[i]:
+                    parts[i].append(part[-1:])
         flat = [part for sequence in parts for part in sequence]
-        hidden = flat[0] if len(flat) == 1 else array(np.concatenate(flat), device=self.device)
-        scores = llama.logits(self.params, hidden)
-        ends = np.cumsum([sum(len(part) for part in sequence) for sequence in parts]).tolist()
-        return [scores[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+        x = flat[0] if len(flat) == 1 else array(np.concatenate(flat), device=self.device)
+        scores = llama.logits(self.params, self.config, x)
+        return [ModelState(layers) for layers in current], _cut(scores, [sum(map(len, p)) for p in parts])
 
     def _tokens(self, tokens: ArrayLike) -> np.ndarray[Any, Any]:
         host = np.asarray(tokens)
@@ -210,6 +273,11 @@ class Model:
             f"Model({c.architecture}, layers={c.layers}, hidden={c.hidden_size}, vocabulary={c.vocabulary}, "
             f"{self.dtype} stream, {self.device!r})"
         )
+
+
+def _cut(x: Array, lengths: Sequence[int]) -> list[Array]:
+    ends = np.cumsum(lengths).tolist()
+    return [x[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def load(

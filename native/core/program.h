@@ -1,0 +1,110 @@
+// Programs: calls recorded once and replayed as one. docs/programs.md says what a recording takes in and what it
+// refuses.
+#pragma once
+
+#include <map>
+#include <optional>
+#include <variant>
+
+#include "causal_attention.h"
+
+namespace ferrum {
+
+// Bytes that a node reads or writes: of a slot, which is another buffer in every run, or of one that stays.
+struct Place {
+    Ref<Buffer> constant;
+    int slot = -1;
+    uint64_t offset = 0;
+};
+
+// A call of one operation as it was recorded.
+struct LaunchNode {
+    const char *op;
+    std::vector<ferrum_launch> launches;
+    std::vector<Place> resources;
+    std::vector<int> outputs;
+};
+
+struct AttentionNode {
+    Ref<Attention> attention;
+    ferrum_plan_request request;  // starts and tokens are filled in by a run
+    Place weights[kAttentionWeights];
+    std::vector<Place> xs;
+    std::vector<int> outputs;
+    std::vector<uint64_t> tokens;
+    std::vector<int> old_states, new_states;
+};
+
+// Indices that a run reads before it starts anything.
+struct IndexCheck {
+    const char *op, *name;
+    Place place;
+    uint64_t count, limit;
+};
+
+class Program : public RefCounted {
+   public:
+    Device *device() const { return device_.get(); }
+
+    struct Outputs {
+        std::vector<Ref<Buffer>> arrays;
+        std::vector<Ref<State>> states;
+    };
+    Outputs run(const ferrum_tensor *inputs, ferrum_state *const *states) const;
+
+   private:
+    friend class Recorder;
+    struct Slot {
+        uint64_t bytes = 0;
+        size_t last_use = 0;     // node
+        bool is_output = false;  // has a buffer of its own, else lies in scratch
+        uint64_t scratch_offset = 0;
+    };
+    void lay_out_scratch();
+
+    Counted counted_{live_counts.programs};
+    Ref<Device> device_;
+    std::vector<ferrum_tensor> inputs_;  // their shapes and formats; slots 0…
+    std::vector<KVLayout> input_states_;
+    std::vector<Slot> slots_;
+    size_t state_slots_ = 0;
+    std::vector<std::pair<int, Ref<State>>> captured_states_;
+    std::vector<std::variant<LaunchNode, AttentionNode>> nodes_;
+    std::vector<IndexCheck> checks_;
+    std::vector<int> output_arrays_, output_states_;
+    uint64_t scratch_bytes_ = 0;
+};
+
+// Takes down the calls of one thread while they run as ever.
+class Recorder {
+   public:
+    static Recorder *current();  // this thread's, or NULL
+    static void begin(Device *device, const ferrum_tensor *inputs, size_t arrays, ferrum_state *const *states,
+                      size_t state_count);
+    // The recorded program. Ends the recording, whether it succeeds or not.
+    static Ref<Program> end(const ferrum_tensor *outputs, size_t arrays, ferrum_state *const *states,
+                            size_t state_count);
+    static void abandon();
+
+    // Whether the array is an input or depends on one.
+    bool knows(Buffer *buffer) const { return slots_.count(buffer); }
+    void check_indices(const char *op, const char *name, const ferrum_tensor &tensor, uint64_t limit);
+    void operation(const Submission &work, const std::vector<Ref<Buffer>> &outputs);
+    void attention(Attention *attention, const ferrum_plan_request &request, const ferrum_attention_weights &weights,
+                   const std::vector<State *> &states, const ferrum_tensor *xs,
+                   const std::vector<Ref<State>> &new_states, const std::vector<Ref<Buffer>> &outputs);
+
+   private:
+    explicit Recorder(Device *device);
+    Place place(Buffer *buffer, uint64_t offset);
+    int add_output(Buffer *buffer);
+    int state_slot(State *state);
+
+    Ref<Program> program_;
+    std::map<Buffer *, int> slots_;
+    std::map<State *, int> states_;
+    // What was seen stays alive until the end, so that no address comes twice.
+    std::vector<Ref<RefCounted>> keep_;
+};
+
+}  // namespace ferrum
