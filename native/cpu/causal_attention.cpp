@@ -69,6 +69,12 @@ void write_key(half *page, const Params &p, uint32_t head, uint32_t slot, const 
 
 // ---- Attention
 
+// Sums that a pass keeps in registers: a block's rows by tiles of keys, a few rows by tiles straight from a page, and
+// rows by four vectors of a value.
+constexpr bool kWide = kRegisterLanes == 16;
+constexpr int kScoreRows = kWide ? 6 : 3, kScoreTiles = kWide ? 2 : 1;
+constexpr int kFewRows = kWide ? 4 : 2, kDirectTiles = kWide ? 4 : 2;
+
 // One thread's working memory for the rows of a block: row = token of the block * group + query head of the group.
 struct Workspace {
     uint32_t score_stride;
@@ -77,8 +83,8 @@ struct Workspace {
     float *acc;                                    // [rows][padded_dim]: running weighted values
     float *part;                                   // [rows][padded_dim]: the span's
     float *most, *total, *span_most, *span_total;  // [rows]
-    float *keys;                                   // [head_dim][16]
-    float *values;                                 // [16][padded_dim]
+    float *keys;                                   // [tile][head_dim][16], up to kScoreTiles
+    float *values;                                 // [kValueTile][padded_dim]
 };
 
 Workspace workspace(uint8_t *memory, const AttentionTemp &temp) {
@@ -96,8 +102,8 @@ Workspace workspace(uint8_t *memory, const AttentionTemp &temp) {
     w.acc = take(wide);
     w.part = take(wide);
     w.scores = take((uint64_t)rows * temp.score_stride);
-    w.keys = take(16 * padded_dim);
-    w.values = take(16 * padded_dim);
+    w.keys = take(kStagedKeys * padded_dim);
+    w.values = take(kValueTile * padded_dim);
     w.most = take(rows);
     w.total = take(rows);
     w.span_most = take(rows);
@@ -128,105 +134,132 @@ struct Block {
     }
 };
 
-// Scores of up to 16 keys in w.keys against kRows rows at once.
-template <int kRows>
+// Calls body(Constant<rows>, first) for rows [first, end), as many as kMost at a time.
+template <int kMost, class Body>
+FERRUM_ALWAYS_INLINE void in_groups(uint32_t first, uint32_t end, Body &&body) {
+    for (; first + kMost <= end; first += kMost) body(Constant<kMost>(), first);
+    if constexpr (kMost > 1)
+        if (first < end) in_groups<kMost - 1>(first, end, body);
+}
+
+// Scores of kTiles full tiles of keys, [tile][dim][16], against kRows rows; as half straight from a page or as float.
+template <int kRows, int kTiles, class Element>
 FERRUM_ALWAYS_INLINE void score_rows(const Workspace &w, const Params &p, uint32_t padded_dim, uint32_t row,
-                                     uint32_t at) {
-    f32x16 acc[kRows];
-    FERRUM_UNROLL for (int r = 0; r < kRows; r++) acc[r] = splat(0.0f);
+                                     uint32_t at, const Element *keys) {
+    f32x16 acc[kRows][kTiles];
+    FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int t = 0; t < kTiles; t++) acc[r][t] =
+        splat(0.0f);
+    const float *query = w.query + (uint64_t)row * padded_dim;
     for (uint32_t d = 0; d < p.head_dim; d++) {
-        const f32x16 key = load(w.keys + d * 16);
-        FERRUM_UNROLL for (int r = 0; r < kRows; r++) acc[r] =
-            fma(splat(w.query[(row + r) * padded_dim + d]), key, acc[r]);
+        f32x16 key[kTiles];
+        FERRUM_UNROLL for (int t = 0; t < kTiles; t++) key[t] = load(keys + (t * p.head_dim + d) * FERRUM_KEY_TILE);
+        FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
+            const f32x16 q = splat(query[r * padded_dim + d]);
+            FERRUM_UNROLL for (int t = 0; t < kTiles; t++) acc[r][t] = fma(q, key[t], acc[r][t]);
+        }
     }
-    FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
+    FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int t = 0; t < kTiles; t++) {
+        f32x16 score = acc[r][t];
         if (p.softcap != 0) {  // cap * tanh(x / cap) = cap * (1 - 2 / (e^(2 x / cap) + 1))
-            const f32x16 e = exp(acc[r] * splat(2.0f / p.softcap));
-            acc[r] = splat(p.softcap) * (splat(1.0f) - splat(2.0f) / (e + splat(1.0f)));
+            const f32x16 e = exp(score * splat(2.0f / p.softcap));
+            score = splat(p.softcap) * (splat(1.0f) - splat(2.0f) / (e + splat(1.0f)));
         }
-        store(w.scores + (row + r) * w.score_stride + at, acc[r]);
+        store(w.scores + (uint64_t)(row + r) * w.score_stride + at + t * FERRUM_KEY_TILE, score);
     }
 }
 
-// part[row + r] += sum over keys of probability * value, for the kRows heads of one token.
-template <int kRows>
+// part[row + r] += sum over keys of probability * value, value rows `stride` elements apart.
+template <int kRows, class Element>
 FERRUM_ALWAYS_INLINE void weigh_values(const Workspace &w, uint32_t padded_dim, uint32_t row, uint32_t score_at,
-                                       Range keys) {
-    for (uint32_t d = 0; d < padded_dim; d += 4 * kLanes) {
-        const int vectors = padded_dim - d >= 4 * kLanes ? 4 : (int)(padded_dim - d) / kLanes;
-        auto run = [&](auto count) __attribute__((always_inline)) {
-            constexpr int kVectors = decltype(count)::value;
-            f32x16 acc[kRows][kVectors];
-            FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int v = 0; v < kVectors; v++) acc[r][v] =
-                load(w.part + (row + r) * padded_dim + d + v * kLanes);
-            for (uint32_t j = keys.begin; j < keys.end; j++) {
-                f32x16 value[kVectors];
-                FERRUM_UNROLL for (int v = 0; v < kVectors; v++) value[v] =
-                    load(w.values + j * padded_dim + d + v * kLanes);
-                FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
-                    const f32x16 weight = splat(w.scores[(row + r) * w.score_stride + score_at + j]);
-                    FERRUM_UNROLL for (int v = 0; v < kVectors; v++) acc[r][v] = fma(weight, value[v], acc[r][v]);
-                }
+                                       Range keys, const Element *values, uint32_t stride) {
+    auto run = [&](uint32_t d, auto count) __attribute__((always_inline)) {
+        constexpr int kVectors = decltype(count)::value;
+        f32x16 acc[kRows][kVectors];
+        FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int v = 0; v < kVectors; v++) acc[r][v] =
+            load(w.part + (uint64_t)(row + r) * padded_dim + d + v * kLanes);
+        const float *scores = w.scores + (uint64_t)row * w.score_stride + score_at;
+        for (uint32_t j = keys.begin; j < keys.end; j++) {
+            f32x16 value[kVectors];
+            FERRUM_UNROLL for (int v = 0; v < kVectors; v++) value[v] =
+                load(values + (uint64_t)j * stride + d + v * kLanes);
+            FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
+                const f32x16 weight = splat(scores[r * w.score_stride + j]);
+                FERRUM_UNROLL for (int v = 0; v < kVectors; v++) acc[r][v] = fma(weight, value[v], acc[r][v]);
             }
-            FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int v = 0; v < kVectors; v++)
-                store(w.part + (row + r) * padded_dim + d + v * kLanes, acc[r][v]);
-        };
-        switch (vectors) {
-            case 4:
-                run(Constant<4>());
-                break;
-            case 3:
-                run(Constant<3>());
-                break;
-            case 2:
-                run(Constant<2>());
-                break;
-            default:
-                run(Constant<1>());
-                break;
         }
-    }
+        FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int v = 0; v < kVectors; v++)
+            store(w.part + (uint64_t)(row + r) * padded_dim + d + v * kLanes, acc[r][v]);
+    };
+    uint32_t d = 0;
+    for (; d + 4 * kLanes <= padded_dim; d += 4 * kLanes) run(d, Constant<4>());
+    for (; d < padded_dim; d += kLanes) run(d, Constant<1>());
 }
 
-// The span's largest score, sum of exponentials and weighted values, for every row of the block that sees some of it;
-// span_total is 0 for a row that sees none.
-void attend_span(const Block &block, Range span) {
+void fetch(const half *from, uint32_t elements) {
+    for (uint32_t i = 0; i < elements; i += 32) __builtin_prefetch(from + i, 0, 2);
+}
+
+// A few rows read keys and values straight from the pages; more share copies in float32.
+bool reads_pages(const Block &block) {
+    return block.rows() <= kScoreRows && block.p.head_dim % kLanes == 0;
+}
+
+// w.scores of every key in `seen`, for every row of the block: those that a row does not see included.
+void score_span(const Block &block, Range span, Range seen) {
     const Params &p = block.p;
     const Workspace &w = block.w;
-    const uint32_t dim = p.head_dim, padded = block.temp.padded_dim, rows = block.rows(), group = block.temp.group;
+    const uint32_t dim = p.head_dim, padded = block.temp.padded_dim, rows = block.rows();
     const uint32_t head = ferrum_kv_head(p.tokens_per_page, dim, block.kv_head);
-    // Keys that any row sees; slots outside are never touched.
-    const Range seen = {block.visible(0, span).begin, block.visible(block.tokens - 1, span).end};
-
-    // Tiles start where the pages say, so the first and the last may reach outside `seen`.
-    auto each_tile = [&](auto body) __attribute__((always_inline)) {
-        for (uint32_t at = seen.begin; at < seen.end;) {
-            const uint32_t slot = at % p.tokens_per_page;
-            const uint32_t width = ferrum_kv_tile_width(p.tokens_per_page, slot), skipped = slot % FERRUM_KEY_TILE;
-            const uint32_t end = at - skipped + width < seen.end ? at - skipped + width : seen.end;
-            body(page_of(block.pages, p.tokens_per_page, at) + head, slot, width, Range{at, end});
-            at = end;
+    const bool direct = reads_pages(block);
+    for (uint32_t at = seen.begin; at < seen.end;) {
+        const uint32_t slot = at % p.tokens_per_page, left = p.tokens_per_page - slot;
+        const half *page = page_of(block.pages, p.tokens_per_page, at) + head;
+        const half *keys = page + ferrum_kv_key(dim, slot);
+        uint32_t full = slot % FERRUM_KEY_TILE ? 0 : (left < seen.end - at ? left : seen.end - at) / FERRUM_KEY_TILE;
+        if (full && direct) {
+            if (full >= kDirectTiles) {
+                constexpr uint32_t kKeys = kDirectTiles * FERRUM_KEY_TILE;
+                if (left >= 2 * kKeys) fetch(keys + kKeys * dim, kKeys * dim);
+                fetch(page + ferrum_kv_value(p.tokens_per_page, dim, slot), kKeys * dim);
+                in_groups<kFewRows>(0, rows, [&](auto n, uint32_t row) __attribute__((always_inline)) {
+                    score_rows<decltype(n)::value, kDirectTiles>(w, p, padded, row, at - span.begin, keys);
+                });
+                at += kKeys;
+            } else {
+                in_groups<kFewRows>(0, rows, [&](auto n, uint32_t row) __attribute__((always_inline)) {
+                    score_rows<decltype(n)::value, 1>(w, p, padded, row, at - span.begin, keys);
+                });
+                at += FERRUM_KEY_TILE;
+            }
+        } else if (full >= kScoreTiles) {
+            constexpr uint32_t kKeys = kScoreTiles * FERRUM_KEY_TILE;
+            for (uint32_t i = 0; i < kKeys * dim; i += kLanes) store(w.keys + i, load(keys + i));
+            in_groups<kScoreRows>(0, rows, [&](auto n, uint32_t row) __attribute__((always_inline)) {
+                score_rows<decltype(n)::value, kScoreTiles>(w, p, padded, row, at - span.begin, (const float *)w.keys);
+            });
+            at += kKeys;
+        } else {  // some keys of a tile, from wherever `seen` begins; others may not be written yet and are not read
+            const uint32_t width = ferrum_kv_tile_width(p.tokens_per_page, slot);
+            uint32_t count = width - slot % FERRUM_KEY_TILE;
+            if (seen.end - at < count) count = seen.end - at;
+            for (uint32_t d = 0; d < dim; d++)
+                store(w.keys + d * FERRUM_KEY_TILE, load_up_to(keys + d * width, count));
+            in_groups<kScoreRows>(0, rows, [&](auto n, uint32_t row) __attribute__((always_inline)) {
+                score_rows<decltype(n)::value, 1>(w, p, padded, row, at - span.begin, (const float *)w.keys);
+            });
+            at += count;
         }
-    };
+    }
+}
 
-    each_tile([&](const half *base, uint32_t slot, uint32_t width, Range keys) {
-        const half *from = base + ferrum_kv_key(dim, slot);
-        const uint32_t count = keys.end - keys.begin;
-        if (count == FERRUM_KEY_TILE)
-            for (uint32_t d = 0; d < dim; d++) store(w.keys + d * 16, load(from + d * width));
-        else
-            for (uint32_t d = 0; d < dim; d++) store(w.keys + d * 16, load_some(from + d * width, (int)count));
-        const uint32_t at = keys.begin - span.begin;
-        uint32_t row = 0;
-        for (; row + 4 <= rows; row += 4) score_rows<4>(w, p, padded, row, at);
-        for (; row < rows; row++) score_rows<1>(w, p, padded, row, at);
-    });
-
-    for (uint32_t row = 0; row < rows; row++) {
-        const Range keys = block.visible(row / group, span);
+// Scores become exponentials against the row's largest; span_total is 0 for a row that sees nothing.
+void exponentials(const Block &block, Range span) {
+    const Workspace &w = block.w;
+    for (uint32_t row = 0; row < block.rows(); row++) {
+        const Range keys = block.visible(row / block.temp.group, span);
         w.span_total[row] = 0;
         if (keys.begin >= keys.end) continue;
-        float *scores = w.scores + row * w.score_stride;
+        float *scores = w.scores + (uint64_t)row * w.score_stride;
         const uint32_t from = keys.begin - span.begin, to = keys.end - span.begin;
         const uint32_t start = from / kLanes * kLanes, stop = (uint32_t)align_up(to, kLanes);
         for (uint32_t i = start; i < from; i++) scores[i] = -__builtin_inff();
@@ -243,23 +276,58 @@ void attend_span(const Block &block, Range span) {
         w.span_most[row] = most;
         w.span_total[row] = sum(total);
     }
+}
 
+// w.part of every row: the values it sees, weighted.
+void weigh_span(const Block &block, Range span, Range seen) {
+    const Params &p = block.p;
+    const Workspace &w = block.w;
+    const uint32_t dim = p.head_dim, padded = block.temp.padded_dim, rows = block.rows(), group = block.temp.group;
+    const uint32_t head = ferrum_kv_head(p.tokens_per_page, dim, block.kv_head);
+    const bool direct = reads_pages(block);
     memset(w.part, 0, (uint64_t)rows * padded * sizeof(float));
-    each_tile([&](const half *base, uint32_t slot, uint32_t, Range keys) {
-        const half *from = base + ferrum_kv_value(p.tokens_per_page, dim, slot);
-        for (uint32_t j = 0; j < keys.end - keys.begin; j++)
-            for (uint32_t d = 0; d < dim; d += kLanes)
-                store(w.values + j * padded + d, load_up_to(from + j * dim + d, dim - d));
-        for (uint32_t token = 0; token < block.tokens; token++) {
-            Range own = block.visible(token, keys);
-            if (own.begin >= own.end) continue;
-            own = {own.begin - keys.begin, own.end - keys.begin};
-            const uint32_t at = keys.begin - span.begin, last = (token + 1) * group;
-            uint32_t row = token * group;
-            for (; row + 3 <= last; row += 3) weigh_values<3>(w, padded, row, at, own);
-            for (; row < last; row++) weigh_values<1>(w, padded, row, at, own);
+    for (uint32_t at = seen.begin; at < seen.end;) {
+        const uint32_t slot = at % p.tokens_per_page;
+        uint32_t end = at + p.tokens_per_page - slot;
+        if (!direct && end > at + kValueTile) end = at + kValueTile;
+        if (end > seen.end) end = seen.end;
+        const half *values =
+            page_of(block.pages, p.tokens_per_page, at) + head + ferrum_kv_value(p.tokens_per_page, dim, slot);
+        if (!direct)
+            for (uint32_t j = 0; j < end - at; j++)
+                for (uint32_t d = 0; d < dim; d += kLanes)
+                    store(w.values + j * padded + d, load_up_to(values + j * dim + d, dim - d));
+        // Rows that see the same of these keys go together.
+        for (uint32_t row = 0; row < rows;) {
+            const Range own = block.visible(row / group, {at, end});
+            uint32_t last = row + group;
+            for (; last < rows; last += group) {
+                const Range next = block.visible(last / group, {at, end});
+                if (next.begin != own.begin || next.end != own.end) break;
+            }
+            if (own.begin < own.end)
+                in_groups<kFewRows>(row, last, [&](auto n, uint32_t first) __attribute__((always_inline)) {
+                    constexpr int kRows = decltype(n)::value;
+                    const Range keys = {own.begin - at, own.end - at};
+                    if (direct)
+                        weigh_values<kRows>(w, padded, first, at - span.begin, keys, values, dim);
+                    else
+                        weigh_values<kRows>(w, padded, first, at - span.begin, keys, (const float *)w.values, padded);
+                });
+            row = last;
         }
-    });
+        at = end;
+    }
+}
+
+// The span's largest score, sum of exponentials and weighted values, for every row of the block that sees some of it;
+// span_total is 0 for a row that sees none.
+void attend_span(const Block &block, Range span) {
+    // Keys that any row sees; slots outside are never touched.
+    const Range seen = {block.visible(0, span).begin, block.visible(block.tokens - 1, span).end};
+    score_span(block, span, seen);
+    exponentials(block, span);
+    weigh_span(block, span, seen);
 }
 
 // Online softmax: adds a span to what earlier spans gave. total == 0 stands for "nothing yet".

@@ -87,6 +87,9 @@ bool is_linear(uint32_t kernel);
 uint32_t linear_format(uint32_t kernel);
 
 // Working memory of attention: per thread, for the query rows of a block.
+constexpr uint32_t kStagedKeys = 32;    // keys that are in float32 at a time
+constexpr uint32_t kValueTile = 32;     // values
+constexpr uint32_t kAttentionRows = 36;
 struct AttentionTemp {
     uint32_t group;         // query heads of a key head
     uint32_t block_tokens;  // query tokens that one work item takes

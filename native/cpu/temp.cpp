@@ -65,14 +65,14 @@ LinearTemp linear_temp(const ferrum_launch &launch, unsigned threads) {
 AttentionTemp attention_temp(const ferrum_causal_attention_params &p) {
     AttentionTemp temp{};
     temp.group = p.query_heads / p.key_value_heads;
-    temp.block_tokens = std::max(1u, 32 / temp.group);
+    temp.block_tokens = std::max(1u, kAttentionRows / temp.group);
     temp.blocks = div_up(p.tokens, temp.block_tokens);
     temp.padded_dim = uint32_t(align_up(p.head_dim, 16));
     temp.score_stride = uint32_t(align_up(p.span_tokens, 16)) + 16;
     const uint64_t rows = uint64_t(temp.group) * temp.block_tokens;
-    // Queries, running and span sums; scores; four scalars a row; a tile of keys and one of values.
-    temp.thread_bytes =
-        align_up(4 * (rows * (3 * temp.padded_dim + temp.score_stride + 4) + 2 * 16 * temp.padded_dim), 64);
+    // Queries, running and span sums; scores; four scalars a row; keys and values in float32.
+    temp.thread_bytes = align_up(
+        4 * (rows * (3 * temp.padded_dim + temp.score_stride + 4) + (kStagedKeys + kValueTile) * temp.padded_dim), 64);
     return temp;
 }
 
