@@ -73,7 +73,8 @@ void write_key(half *page, const Params &p, uint32_t head, uint32_t slot, const 
 // rows by four vectors of a value.
 constexpr bool kWide = kRegisterLanes == 16;
 constexpr int kScoreRows = kWide ? 6 : 3, kScoreTiles = kWide ? 2 : 1;
-constexpr int kFewRows = kWide ? 4 : 2, kDirectTiles = kWide ? 4 : 2;
+constexpr int kFewRows = kWide ? 4 : 2, kDirectTiles = kWide ? 6 : 2;
+static_assert(kScoreTiles * FERRUM_KEY_TILE <= kStagedKeys && kDirectTiles * FERRUM_KEY_TILE <= 2 * kStagedKeys);
 
 // One thread's working memory for the rows of a block: row = token of the block * group + query head of the group.
 struct Workspace {
@@ -83,7 +84,7 @@ struct Workspace {
     float *acc;                                    // [rows][padded_dim]: running weighted values
     float *part;                                   // [rows][padded_dim]: the span's
     float *most, *total, *span_most, *span_total;  // [rows]
-    float *keys;                                   // [tile][head_dim][16], up to kScoreTiles
+    float *keys;                                   // [kStagedKeys / 16][head_dim][16], or twice as many as half
     float *values;                                 // [kValueTile][padded_dim]
 };
 
@@ -142,17 +143,26 @@ FERRUM_ALWAYS_INLINE void in_groups(uint32_t first, uint32_t end, Body &&body) {
         if (first < end) in_groups<kMost - 1>(first, end, body);
 }
 
-// Scores of kTiles full tiles of keys, [tile][dim][16], against kRows rows; as half straight from a page or as float.
+// Tiles of keys, [dim][16] each, and where in the span they begin. Lanes past a tile's keys hold zero.
+template <class Element>
+struct KeyTiles {
+    const Element *keys[kDirectTiles];
+    uint32_t at[kDirectTiles];
+};
+
+// Scores of kTiles tiles from number `first` against kRows rows.
 template <int kRows, int kTiles, class Element>
 FERRUM_ALWAYS_INLINE void score_rows(const Workspace &w, const Params &p, uint32_t padded_dim, uint32_t row,
-                                     uint32_t at, const Element *keys) {
+                                     const KeyTiles<Element> &tiles, uint32_t first) {
     f32x16 acc[kRows][kTiles];
     FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int t = 0; t < kTiles; t++) acc[r][t] =
         splat(0.0f);
     const float *query = w.query + (uint64_t)row * padded_dim;
+    const Element *keys[kTiles];
+    FERRUM_UNROLL for (int t = 0; t < kTiles; t++) keys[t] = tiles.keys[first + t];
     for (uint32_t d = 0; d < p.head_dim; d++) {
         f32x16 key[kTiles];
-        FERRUM_UNROLL for (int t = 0; t < kTiles; t++) key[t] = load(keys + (t * p.head_dim + d) * FERRUM_KEY_TILE);
+        FERRUM_UNROLL for (int t = 0; t < kTiles; t++) key[t] = load(keys[t] + d * FERRUM_KEY_TILE);
         FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
             const f32x16 q = splat(query[r * padded_dim + d]);
             FERRUM_UNROLL for (int t = 0; t < kTiles; t++) acc[r][t] = fma(q, key[t], acc[r][t]);
@@ -164,7 +174,7 @@ FERRUM_ALWAYS_INLINE void score_rows(const Workspace &w, const Params &p, uint32
             const f32x16 e = exp(score * splat(2.0f / p.softcap));
             score = splat(p.softcap) * (splat(1.0f) - splat(2.0f) / (e + splat(1.0f)));
         }
-        store(w.scores + (uint64_t)(row + r) * w.score_stride + at + t * FERRUM_KEY_TILE, score);
+        store(w.scores + (uint64_t)(row + r) * w.score_stride + tiles.at[first + t], score);
     }
 }
 
@@ -209,46 +219,53 @@ void score_span(const Block &block, Range span, Range seen) {
     const Params &p = block.p;
     const Workspace &w = block.w;
     const uint32_t dim = p.head_dim, padded = block.temp.padded_dim, rows = block.rows();
-    const uint32_t head = ferrum_kv_head(p.tokens_per_page, dim, block.kv_head);
+    const uint32_t head = ferrum_kv_head(p.tokens_per_page, dim, block.kv_head), tile = dim * FERRUM_KEY_TILE;
     const bool direct = reads_pages(block);
     for (uint32_t at = seen.begin; at < seen.end;) {
-        const uint32_t slot = at % p.tokens_per_page, left = p.tokens_per_page - slot;
-        const half *page = page_of(block.pages, p.tokens_per_page, at) + head;
-        const half *keys = page + ferrum_kv_key(dim, slot);
-        uint32_t full = slot % FERRUM_KEY_TILE ? 0 : (left < seen.end - at ? left : seen.end - at) / FERRUM_KEY_TILE;
-        if (full && direct) {
-            if (full >= kDirectTiles) {
-                constexpr uint32_t kKeys = kDirectTiles * FERRUM_KEY_TILE;
-                if (left >= 2 * kKeys) fetch(keys + kKeys * dim, kKeys * dim);
-                fetch(page + ferrum_kv_value(p.tokens_per_page, dim, slot), kKeys * dim);
-                in_groups<kFewRows>(0, rows, [&](auto n, uint32_t row) __attribute__((always_inline)) {
-                    score_rows<decltype(n)::value, kDirectTiles>(w, p, padded, row, at - span.begin, keys);
-                });
-                at += kKeys;
+        KeyTiles<half> raw;
+        KeyTiles<float> wide;
+        uint32_t count = 0;
+        for (; count < (direct ? (uint32_t)kDirectTiles : (uint32_t)kScoreTiles) && at < seen.end; count++) {
+            const uint32_t slot = at % p.tokens_per_page, width = ferrum_kv_tile_width(p.tokens_per_page, slot);
+            const half *page = page_of(block.pages, p.tokens_per_page, at) + head;
+            const half *keys = page + ferrum_kv_key(dim, slot);
+            uint32_t tokens = width - slot % FERRUM_KEY_TILE;
+            if (seen.end - at < tokens) tokens = seen.end - at;
+            raw.at[count] = wide.at[count] = at - span.begin;
+            if (direct && tokens == FERRUM_KEY_TILE) {
+                raw.keys[count] = keys;
+            } else if (direct) {  // keys behind them may not be written yet, and are not read
+                half *copy = (half *)w.keys + count * tile;
+                for (uint32_t d = 0; d < dim; d++)
+                    store(copy + d * FERRUM_KEY_TILE, load_some(keys + d * width, (int)tokens));
+                raw.keys[count] = copy;
             } else {
-                in_groups<kFewRows>(0, rows, [&](auto n, uint32_t row) __attribute__((always_inline)) {
-                    score_rows<decltype(n)::value, 1>(w, p, padded, row, at - span.begin, keys);
-                });
-                at += FERRUM_KEY_TILE;
+                float *copy = w.keys + count * tile;
+                for (uint32_t d = 0; d < dim; d++)
+                    store(copy + d * FERRUM_KEY_TILE, load_up_to(keys + d * width, tokens));
+                wide.keys[count] = copy;
             }
-        } else if (full >= kScoreTiles) {
-            constexpr uint32_t kKeys = kScoreTiles * FERRUM_KEY_TILE;
-            for (uint32_t i = 0; i < kKeys * dim; i += kLanes) store(w.keys + i, load(keys + i));
-            in_groups<kScoreRows>(0, rows, [&](auto n, uint32_t row) __attribute__((always_inline)) {
-                score_rows<decltype(n)::value, kScoreTiles>(w, p, padded, row, at - span.begin, (const float *)w.keys);
-            });
-            at += kKeys;
-        } else {  // some keys of a tile, from wherever `seen` begins; others may not be written yet and are not read
-            const uint32_t width = ferrum_kv_tile_width(p.tokens_per_page, slot);
-            uint32_t count = width - slot % FERRUM_KEY_TILE;
-            if (seen.end - at < count) count = seen.end - at;
-            for (uint32_t d = 0; d < dim; d++)
-                store(w.keys + d * FERRUM_KEY_TILE, load_up_to(keys + d * width, count));
-            in_groups<kScoreRows>(0, rows, [&](auto n, uint32_t row) __attribute__((always_inline)) {
-                score_rows<decltype(n)::value, 1>(w, p, padded, row, at - span.begin, (const float *)w.keys);
-            });
-            at += count;
+            if (direct) {  // the tile that comes after those of this round, and this one's values
+                if (slot + (kDirectTiles + 1) * FERRUM_KEY_TILE <= p.tokens_per_page)
+                    fetch(keys + kDirectTiles * tile, tile);
+                fetch(page + ferrum_kv_value(p.tokens_per_page, dim, slot), tokens * dim);
+            }
+            at += tokens;
         }
+        if (direct)
+            in_groups<kDirectTiles>(0, count, [&](auto tiles, uint32_t first) __attribute__((always_inline)) {
+                constexpr int kTiles = decltype(tiles)::value;
+                in_groups<kFewRows>(0, rows, [&](auto n, uint32_t row) __attribute__((always_inline)) {
+                    score_rows<decltype(n)::value, kTiles>(w, p, padded, row, raw, first);
+                });
+            });
+        else
+            in_groups<kScoreTiles>(0, count, [&](auto tiles, uint32_t first) __attribute__((always_inline)) {
+                constexpr int kTiles = decltype(tiles)::value;
+                in_groups<kScoreRows>(0, rows, [&](auto n, uint32_t row) __attribute__((always_inline)) {
+                    score_rows<decltype(n)::value, kTiles>(w, p, padded, row, wide, first);
+                });
+            });
     }
 }
 

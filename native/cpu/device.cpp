@@ -75,8 +75,7 @@ class MappedSlab : public Slab {
         data_ = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (data_ == MAP_FAILED) throw std::bad_alloc();
 #ifdef MADV_HUGEPAGE
-        if (huge_pages)
-            madvise(data_, bytes, MADV_HUGEPAGE);  // a wish: weights are streamed, and a page walk stalls that
+        if (huge_pages) madvise(data_, bytes, MADV_HUGEPAGE);  // a wish: what is streamed stalls on page walks
 #else
         (void)huge_pages;
 #endif
@@ -275,7 +274,7 @@ class CpuDevice : public Device {
     Ref<Buffer> wrap(const void *data, uint64_t bytes) override {
         return Ref<WrappedBuffer>::adopt(new WrappedBuffer(this, data, bytes));
     }
-    std::unique_ptr<Slab> allocate_slab(uint64_t bytes) override { return std::make_unique<MappedSlab>(bytes); }
+    std::unique_ptr<Slab> allocate_slab(uint64_t bytes) override { return std::make_unique<MappedSlab>(bytes, true); }
     // Every kernel here is exact; spans of 256 tokens give several threads something to do in a short context.
     Traits traits() const override { return {256, false}; }
     void wait() override {}  // submit returns when the work is done

@@ -87,8 +87,8 @@ bool is_linear(uint32_t kernel);
 uint32_t linear_format(uint32_t kernel);
 
 // Working memory of attention: per thread, for the query rows of a block.
-constexpr uint32_t kStagedKeys = 32;    // keys that are in float32 at a time
-constexpr uint32_t kValueTile = 32;     // values
+constexpr uint32_t kStagedKeys = 48;  // keys that are in float32 at a time, or twice as many in half
+constexpr uint32_t kValueTile = 32;   // values
 constexpr uint32_t kAttentionRows = 36;
 struct AttentionTemp {
     uint32_t group;         // query heads of a key head

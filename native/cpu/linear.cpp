@@ -24,6 +24,8 @@ constexpr int kTileGroups = kWide ? 2 : 1;  // groups of outputs that a tile of 
 
 constexpr uint64_t kItemRows = 96;         // rows of a work item
 constexpr uint64_t kItemBytes = 48 << 10;  // of weights that an item of few rows takes at least
+constexpr int kStreamRows = 4;             // up to so many, one group at a time: their pace is memory's
+constexpr uint64_t kAhead = 4096;          // bytes fetched ahead of them
 
 void store_output(const Call &call, uint64_t row, uint32_t group, f32x16 value) {
     const auto &p = call.params<ferrum_linear_params>();
@@ -84,12 +86,11 @@ void multiply_tile(const Call &call, const FixedPoint &x, uint64_t row, const ui
     // Sums of one output wait for each other: few of them are kept in several parts.
     constexpr int kChains = kRows * kGroups >= 8 ? 1 : kRows * kGroups >= 4 ? 2 : 4;
     constexpr int kPairs = 16 / P::groups;
-    const uint64_t ahead = kGroups * P::group_bytes(width);
     P weights[kGroups];
     const int16_t *values[kRows];
     const BlockSums *sums[kRows];
     f32x16 acc[kRows][kGroups];
-    FERRUM_UNROLL for (int g = 0; g < kGroups; g++) weights[g] = P(packed + g * P::group_bytes(width), width);
+    FERRUM_UNROLL for (int g = 0; g < kGroups; g++) weights[g] = {packed + g * P::group_bytes(width)};
     FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
         values[r] = x.values + (row + r) * width;
         sums[r] = x.sums + (row + r) * blocks;
@@ -97,12 +98,10 @@ void multiply_tile(const Call &call, const FixedPoint &x, uint64_t row, const ui
     }
     for (uint32_t b = 0; b < blocks; b++) {
         f32x16 scale[kGroups][P::groups], min[kGroups];
-        // A few rows wait for memory: fetch the same block of the groups that come next.
-        if constexpr (kRows <= 4) FERRUM_UNROLL for (int g = 0; g < kGroups; g++) {
-                FERRUM_UNROLL for (int v = 0; v < P::vectors; v++)
-                    __builtin_prefetch(weights[g].quants + b * P::quant_bytes + ahead + 64 * v, 0, 2);
-                __builtin_prefetch(weights[g].scales + P::scale_at(b) + ahead, 0, 2);
-            }
+        // A few rows wait for memory, which is one stream.
+        if constexpr (kRows <= kStreamRows)
+            FERRUM_UNROLL for (int g = 0; g < kGroups; g++) for (uint64_t i = 0; i < P::block_bytes; i += 64)
+                __builtin_prefetch(weights[g].group + P::block_at(b) + kAhead + i);
         FERRUM_UNROLL for (int part = 0; part < P::groups; part++) {
             i32x16 dots[kRows][kGroups][kChains];
             FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int g = 0; g < kGroups; g++) {
@@ -220,9 +219,10 @@ void multiply(const Call &call, Worker &worker, const X &x, const LinearTemp &te
             }
             packed = own;
         }
-        for (; group + kTileGroups <= last; group += kTileGroups, packed += kTileGroups * group_bytes)
+        const bool streams = end - row <= kStreamRows;
+        for (; !streams && group + kTileGroups <= last; group += kTileGroups, packed += kTileGroups * group_bytes)
             multiply_rows<F, kTileGroups>(call, x, row, end, packed, group);
-        if (group < last) multiply_rows<F, 1>(call, x, row, end, packed, group);
+        for (; group < last; group++, packed += group_bytes) multiply_rows<F, 1>(call, x, row, end, packed, group);
     });
 }
 

@@ -32,23 +32,20 @@ struct Packed {
     static constexpr uint64_t quant_bytes = vectors * 64;
     static constexpr uint64_t super_bytes = F::super ? 32 * (1 + F::has_min) : 0;  // factors of a super-block
     static constexpr uint64_t scale_bytes = F::super ? 16 * (groups + F::has_min) : 32 * (1 + F::has_min);
+    static constexpr uint64_t block_bytes = quant_bytes + scale_bytes;
     static constexpr uint64_t group_bytes(uint64_t width) {
         const uint64_t blocks = width / 32;
-        return blocks * (quant_bytes + scale_bytes) + blocks / 8 * super_bytes;
+        return blocks * block_bytes + blocks / 8 * super_bytes;
     }
+    // From the start of a group, of block `b` and of the factors of its super-block.
+    static constexpr uint64_t block_at(uint64_t b) { return b * block_bytes + (b / 8 + 1) * super_bytes; }
+    static constexpr uint64_t factors_at(uint64_t b) { return b / 8 * (8 * block_bytes + super_bytes); }
 
-    const uint8_t *quants, *scales;
-
-    Packed() = default;
-    Packed(const uint8_t *group, uint64_t width) : quants(group), scales(group + width / 32 * quant_bytes) {}
-
-    static FERRUM_ALWAYS_INLINE uint64_t scale_at(uint64_t b) {
-        return F::super ? b / 8 * (super_bytes + 8 * scale_bytes) + super_bytes + b % 8 * scale_bytes : b * scale_bytes;
-    }
+    const uint8_t *group;
 
     // Pair `s` of block `b`, an output a lane.
     FERRUM_ALWAYS_INLINE i32x16 pair(uint64_t b, int s) const {
-        auto vector = [&](int i) { return load((const int32_t *)(quants + b * quant_bytes) + 16 * i); };
+        auto vector = [&](int i) { return load((const int32_t *)(group + block_at(b)) + 16 * i); };
         if constexpr (F::bits == 8) return s % 2 ? high_bytes(vector(s / 2)) : low_bytes(vector(s / 2));
         const i32x16 low = shift_right(vector(s / 4), 4 * (s % 4)) & splat(0x000f000f);
         if constexpr (F::bits == 5) return low | (shift_right(vector(4), s - 4) & splat(0x00100010));
@@ -57,9 +54,9 @@ struct Packed {
     }
 
     FERRUM_ALWAYS_INLINE void block_scales(uint64_t b, f32x16 (&scale)[groups], f32x16 &min) const {
-        const uint8_t *at = scales + scale_at(b);
+        const uint8_t *at = group + block_at(b) + quant_bytes;
         if constexpr (F::super) {
-            const uint8_t *factors = at - b % 8 * scale_bytes - super_bytes;
+            const uint8_t *factors = group + factors_at(b);
             const f32x16 factor = load((const half *)factors);
             FERRUM_UNROLL for (int g = 0; g < groups; g++) scale[g] =
                 factor * to_float(F::has_min ? unsigned_bytes(at + 16 * g) : signed_bytes(at + 16 * g));
@@ -86,11 +83,10 @@ static constexpr uint64_t packed_group_bytes(uint64_t width) {
 template <class F>
 static void pack_blocks(const uint8_t *rows, uint64_t row_bytes, int count, uint64_t width, uint8_t *to) {
     using P = Packed<F>;
-    uint8_t *quants = to, *scales = to + width / 32 * P::quant_bytes;
     if (count < kOutputs) memset(to, 0, P::group_bytes(width));
     for (uint64_t b = 0; b < width / 32; b++) {
         i32x16 pairs[kOutputs];
-        uint8_t *at = scales + P::scale_at(b);
+        uint8_t *at = to + P::block_at(b) + P::quant_bytes;
         FERRUM_UNROLL for (int o = 0; o < kOutputs; o++) {
             if (o >= count) {
                 pairs[o] = splat((int32_t)0);
@@ -102,7 +98,7 @@ static void pack_blocks(const uint8_t *rows, uint64_t row_bytes, int count, uint
             if constexpr (F::super) {
                 for (int g = 0; g < P::groups; g++) at[16 * g + o] = w.small_scale[g];
                 if constexpr (F::has_min) at[16 * P::groups + o] = w.small_min;
-                uint8_t *factors = at - b % 8 * P::scale_bytes - P::super_bytes;
+                uint8_t *factors = to + P::factors_at(b);
                 memcpy(factors + 2 * o, &w.scale, 2);
                 if constexpr (F::has_min) memcpy(factors + 32 + 2 * o, &w.min, 2);
             } else {
@@ -126,7 +122,7 @@ static void pack_blocks(const uint8_t *rows, uint64_t row_bytes, int count, uint
                         out[4 + s / 8] | shift_right(shift_right(pairs[s], 4) & splat(0x00030003), -2 * (s % 8));
             }
         }
-        memcpy(quants + b * P::quant_bytes, out, sizeof(out));
+        memcpy(to + P::block_at(b), out, sizeof(out));
     }
 }
 

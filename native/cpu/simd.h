@@ -321,15 +321,39 @@ static FERRUM_ALWAYS_INLINE f32x16 load(const bfloat *from) {
 // The first `count` elements; the other lanes are zero and their memory is not touched.
 template <class T>
 static FERRUM_ALWAYS_INLINE f32x16 load_some(const T *from, int count) {
+#if defined(__AVX512F__)
+    const __mmask16 mask = (__mmask16)((1u << count) - 1);
+    T lanes[kLanes];
+    if (sizeof(T) == 4) {
+        const __m512i raw = _mm512_maskz_loadu_epi32(mask, from);
+        memcpy(lanes, &raw, sizeof(lanes));
+    } else {
+        const __m256i raw = _mm256_maskz_loadu_epi16(mask, from);
+        memcpy(lanes, &raw, sizeof(lanes));
+    }
+    return load(lanes);
+#else
     T lanes[kLanes] = {};
     memcpy(lanes, from, sizeof(T) * count);
     return load(lanes);
+#endif
 }
 template <class T>
 static FERRUM_ALWAYS_INLINE void store_some(T *to, f32x16 a, int count) {
     T lanes[kLanes];
     store(lanes, a);
+#if defined(__AVX512F__)
+    const __mmask16 mask = (__mmask16)((1u << count) - 1);
+    if (sizeof(T) == 4) {
+        _mm512_mask_storeu_epi32(to, mask, _mm512_loadu_si512(lanes));
+    } else {
+        __m256i raw;
+        memcpy(&raw, lanes, sizeof(raw));
+        _mm256_mask_storeu_epi16(to, mask, raw);
+    }
+#else
     memcpy(to, lanes, sizeof(T) * count);
+#endif
 }
 // All lanes if `count` is 16 or more.
 template <class T>
