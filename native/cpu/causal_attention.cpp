@@ -143,11 +143,13 @@ FERRUM_ALWAYS_INLINE void in_groups(uint32_t first, uint32_t end, Body &&body) {
         if (first < end) in_groups<kMost - 1>(first, end, body);
 }
 
-// Tiles of keys, [dim][16] each, and where in the span they begin. Lanes past a tile's keys hold zero.
+// Tiles of keys, [dim][16] each, and where in the span they begin. Lanes past a tile's keys hold zero. Where rows are
+// few, memory sets the pace: meanwhile the keys of the tiles that follow and the values of these are fetched.
 template <class Element>
 struct KeyTiles {
     const Element *keys[kDirectTiles];
     uint32_t at[kDirectTiles];
+    const half *next[kDirectTiles], *values[kDirectTiles];
 };
 
 // Scores of kTiles tiles from number `first` against kRows rows.
@@ -162,6 +164,9 @@ FERRUM_ALWAYS_INLINE void score_rows(const Workspace &w, const Params &p, uint32
     FERRUM_UNROLL for (int t = 0; t < kTiles; t++) keys[t] = tiles.keys[first + t];
     for (uint32_t d = 0; d < p.head_dim; d++) {
         f32x16 key[kTiles];
+        if constexpr (sizeof(Element) == sizeof(half))  // a line of both every other time
+            FERRUM_UNROLL for (int t = 0; t < kTiles; t++)
+                __builtin_prefetch((d % 2 ? tiles.values : tiles.next)[first + t] + d / 2 * 2 * FERRUM_KEY_TILE, 0, 2);
         FERRUM_UNROLL for (int t = 0; t < kTiles; t++) key[t] = load(keys[t] + d * FERRUM_KEY_TILE);
         FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
             const f32x16 q = splat(query[r * padded_dim + d]);
@@ -205,10 +210,6 @@ FERRUM_ALWAYS_INLINE void weigh_values(const Workspace &w, uint32_t padded_dim, 
     for (; d < padded_dim; d += kLanes) run(d, Constant<1>());
 }
 
-void fetch(const half *from, uint32_t elements) {
-    for (uint32_t i = 0; i < elements; i += 32) __builtin_prefetch(from + i, 0, 2);
-}
-
 // A few rows read keys and values straight from the pages; more share copies in float32.
 bool reads_pages(const Block &block) {
     return block.rows() <= kScoreRows && block.p.head_dim % kLanes == 0;
@@ -245,12 +246,14 @@ void score_span(const Block &block, Range span, Range seen) {
                     store(copy + d * FERRUM_KEY_TILE, load_up_to(keys + d * width, tokens));
                 wide.keys[count] = copy;
             }
-            if (direct) {  // the tile that comes after those of this round, and this one's values
-                if (slot + (kDirectTiles + 1) * FERRUM_KEY_TILE <= p.tokens_per_page)
-                    fetch(keys + kDirectTiles * tile, tile);
-                fetch(page + ferrum_kv_value(p.tokens_per_page, dim, slot), tokens * dim);
-            }
+            raw.values[count] = page + ferrum_kv_value(p.tokens_per_page, dim, slot);
             at += tokens;
+        }
+        for (uint32_t t = 0; direct && t < count; t++) {
+            const uint32_t then = at + t * FERRUM_KEY_TILE, slot = then % p.tokens_per_page;
+            raw.next[t] = then < p.position_start + p.tokens
+                              ? page_of(block.pages, p.tokens_per_page, then) + head + ferrum_kv_key(dim, slot)
+                              : raw.keys[t];
         }
         if (direct)
             in_groups<kDirectTiles>(0, count, [&](auto tiles, uint32_t first) __attribute__((always_inline)) {
