@@ -45,13 +45,13 @@ def run(model: pf.Model, **options: Any) -> dict[str, Any]:
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[work.Unit]]:
     """Units scored in this process."""
     seen: list[work.Unit] = []
-    score = work.score_with
+    score = work._score
 
-    def counted(model: pf.Model, unit: work.Unit, batch_size: int | None = None) -> work.Scored:
+    def counted(model: pf.Model, prefixes: work.Prefixes, unit: work.Unit, batch_size: int | None) -> work.Scored:
         seen.append(unit)
-        return score(model, unit, batch_size)
+        return score(model, prefixes, unit, batch_size)
 
-    monkeypatch.setattr(work, "score_with", counted)
+    monkeypatch.setattr(work, "_score", counted)
     yield seen
 
 

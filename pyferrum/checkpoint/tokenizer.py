@@ -30,6 +30,8 @@ class Tokenizer:
 
     bos_token_id: int | None
     """The token a sequence begins with, if the model has one (whether `encode` adds it is `add_bos`)."""
+    eos_token_id: int | None
+    """The first of `eos_token_ids` in the files, if the model has one."""
     eos_token_ids: frozenset[int]
     """Every token that ends an answer: end of text, of turn, of message."""
     add_bos: bool
@@ -52,7 +54,9 @@ class Tokenizer:
         self._backend = backend
         self._path = path
         self.bos_token_id = bos_token_id
-        self.eos_token_ids = frozenset(eos_token_ids)
+        endings = list(eos_token_ids)
+        self.eos_token_id = endings[0] if endings else None
+        self.eos_token_ids = frozenset(endings)
         self.add_bos = add_bos and bos_token_id is not None
         self.chat_template = chat_template
         # A template prints None as "None", and an absent variable as nothing.

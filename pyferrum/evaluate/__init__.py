@@ -18,6 +18,7 @@ from pyferrum.evaluate.journal import Journal
 from pyferrum.evaluate.methods import METHODS, Bos, Document, Window, plan
 from pyferrum.evaluate.provenance import device_facts, model_facts, model_sha256, tokens_sha256, versions
 from pyferrum.evaluate.results import Evaluation, read_result, summary
+from pyferrum.evaluate.tasks import evaluate_tasks
 from pyferrum.evaluate.work import Scored, Unit, run_units
 from pyferrum.models.model import Model
 
@@ -28,6 +29,7 @@ __all__ = [
     "Evaluation",
     "compare",
     "evaluate",
+    "evaluate_tasks",
     "model_sha256",
     "perplexity",
     "read_result",

@@ -16,7 +16,7 @@ import numpy as np
 from pyferrum.device import Device
 from pyferrum.errors import CheckpointError
 from pyferrum.evaluate.provenance import device_facts, model_sha256
-from pyferrum.models.model import Model, load
+from pyferrum.models.model import Model, ModelState, load
 from pyferrum.score import score_tokens
 
 
@@ -73,7 +73,44 @@ def score_unit(spec: ModelSpec, unit: Unit, batch_size: int | None = None) -> Sc
 
 def score_with(model: Model, unit: Unit, batch_size: int | None = None) -> Scored:
     """Score a unit with a model of this process."""
-    scores = score_tokens(model, unit.context, unit.continuations, batch_size=batch_size)
+    return _score(model, Prefixes(model), unit, batch_size)
+
+
+class Prefixes:
+    """States behind token sequences, each made from the one before as far as the two begin alike.
+
+    Going back to where they part is `truncate`, which costs nothing; no bit depends on it.
+    """
+
+    _WORTH_IT = 16
+    """Fewer tokens in common are run again, so that the state before can go first."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._tokens: tuple[int, ...] = ()
+        self._state: ModelState | None = None
+
+    def state(self, tokens: Sequence[int]) -> ModelState:
+        """The state behind `tokens`, which may be none."""
+        tokens = tuple(tokens)
+        common = 0
+        for ours, theirs in zip(self._tokens, tokens, strict=False):
+            if ours != theirs:
+                break
+            common += 1
+        before, self._state = self._state, None
+        if before is None or common < self._WORTH_IT:
+            before, common = self._model.init_state(), 0
+        state = before.truncate(common)
+        if common < len(tokens):
+            state, _ = self._model.forward(state, tokens[common:], last_only=True)
+        self._tokens, self._state = tokens, state
+        return state
+
+
+def _score(model: Model, prefixes: Prefixes, unit: Unit, batch_size: int | None) -> Scored:
+    state = prefixes.state(unit.context[:-1])
+    scores = score_tokens(model, unit.context[-1:], unit.continuations, state=state, batch_size=batch_size)
     return Scored(tuple(-s.token_logprobs for s in scores), tuple(s.is_greedy for s in scores), device_facts(model))
 
 
@@ -105,11 +142,13 @@ def run_units(
 ) -> Iterator[tuple[int, Scored]]:
     """Score numbered units, here or through an executor; results come as they are ready.
 
-    If a unit fails, or the caller stops, the units that have not begun are cancelled.
+    Here, contexts that begin alike and follow each other share what they have in common. If a unit fails, or the caller
+    stops, the units that have not begun are cancelled.
     """
     if executor is None:
+        prefixes = Prefixes(model)
         for number, unit in units:
-            yield number, score_with(model, unit, batch_size)
+            yield number, _score(model, prefixes, unit, batch_size)
         return
     spec = ModelSpec.of(model)
     yield from run_in(executor, [(number, (score_unit, spec, unit, batch_size)) for number, unit in units])
