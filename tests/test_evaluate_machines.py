@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 
 import pyferrum as pf
-from pyferrum.evaluate import evaluate, journal, work
+from pyferrum.cli import main
+from pyferrum.evaluate import evaluate, journal, read_result, work
 from tests import tiny
 
 TEXT = resources.files("pyferrum").joinpath("data/tidewatch.txt").read_text().replace("\n", " ")[:4000]
@@ -124,7 +125,12 @@ def test_dask__a_killed_worker_changes_no_bit(small: pf.Model, expected: dict[st
         ) as cluster,
         distributed.Client(cluster) as client,
     ):
-        assert run(small, executor=client.get_executor()) == expected
+        assert run(small, executor=client) == expected
+        (tmp_path / "text").write_text(TEXT)
+        options = ["--text", str(tmp_path / "text"), "--method", "rolling", "--window", "32", "--json"]
+        files = ["--dask", cluster.scheduler_address, "--output", str(tmp_path / "result")]
+        assert main(["eval", "--model", str(small.path), *options, *files]) == 0
+        assert read_result(tmp_path / "result") == json.loads(json.dumps(expected))
         pids = client.run(os.getpid)
         assert len(set(pids.values())) == 2
 

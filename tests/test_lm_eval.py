@@ -349,3 +349,18 @@ def test_module__is_the_harnesss_command(small: pf.Model, tmp_path: Path) -> Non
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "|harbour_choice|" in done.stdout and "Exception" not in done.stderr
+
+
+def test_exit__after_an_evaluation_is_silent(small: pf.Model) -> None:
+    """A model of a script's own names outlives pyferrum's modules at exit, once the harness has held it."""
+    code = (
+        "import sys, time, lm_eval\n"
+        "from lm_eval.tasks import TaskManager\n"
+        "import pyferrum as pf\n"
+        "from pyferrum.lm_eval import PyferrumLM\n"
+        "model = pf.load(sys.argv[1])\n"
+        "manager = TaskManager(include_path=sys.argv[2], include_defaults=False)\n"
+        "found = lm_eval.simple_evaluate(model=PyferrumLM(model), tasks=['harbour_choice'], task_manager=manager)\n"
+    )
+    done = tiny.python(code, small.path, TASKS)
+    assert done.returncode == 0 and "ignored from" not in done.stderr, done.stderr

@@ -56,7 +56,8 @@ def test_score__knows_the_greedy_continuation(small: pf.Model) -> None:
     context = tiny.ids(PROMPT, bos=True)
     greedy = [step.token for step in pf.generate(small, context, max_tokens=6, ignore_eos=True)]
     changed = [*greedy[:5], (greedy[5] + 1) % tiny.VOCABULARY]
-    first = [(greedy[0] + 1) % tiny.VOCABULARY, *greedy[1:]]
+    wrong = (greedy[0] + 1) % tiny.VOCABULARY
+    first = [wrong, next(pf.generate(small, [*context, wrong], max_tokens=1)).token]  # only the first is not the best
     results = pf.score(small, context, [greedy, greedy[:1], changed, first])
     assert [result.is_greedy for result in results] == [True, True, False, False]
     probabilities = np.concatenate([step.logprobs[[step.token]] for step in pf.generate(small, context, max_tokens=1)])
