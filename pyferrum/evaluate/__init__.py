@@ -65,8 +65,7 @@ def evaluate(
         bos: a token in front unless the text begins with it, None for none. "auto": with rolling the model's BOS if it
             has one; with the others only if the tokenizer's setting says so.
         executor: any `concurrent.futures.Executor`, or a `dask.distributed.Client`. Its workers load the model once
-            each, from the same path, and check that it is the same. Processes have to be spawned or forked from
-            `concurrent.futures`; None scores here.
+            each, from the same path, and check that it is the same. None scores here.
         checkpoint: a file that keeps what has been scored. If it is there, the evaluation goes on from it.
         progress: a progress bar; None shows it on a terminal only.
 
