@@ -185,9 +185,10 @@ def buffer_wrap(device: Handle, data: np.ndarray[Any, Any]) -> Handle:
     """A buffer over the array's own memory, which it keeps alive. Nobody may write to it afterwards."""
     view = ffi.from_buffer(data)
 
-    def release(handle: Any, keep: Any = view) -> None:
+    # At the very end of the interpreter this module's names are gone before the last buffer is: it has its own.
+    def release(handle: Any, keep: Any = view, lib: Any = lib, new: Any = ffi.new) -> None:
         if handle[0]:
-            lib.ferrum_buffer_contents(handle[0], ffi.new("void **"), ffi.new("uint64_t *"))  # waits for its readers
+            lib.ferrum_buffer_contents(handle[0], new("void **"), new("uint64_t *"))  # waits for its readers
             lib.ferrum_buffer_release(handle)
 
     handle = ffi.gc(ffi.new("ferrum_buffer **"), release)

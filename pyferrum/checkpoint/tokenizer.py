@@ -30,6 +30,8 @@ class Tokenizer:
 
     bos_token_id: int | None
     """The token a sequence begins with, if the model has one (whether `encode` adds it is `add_bos`)."""
+    eos_token_id: int | None
+    """The first of `eos_token_ids` in the files, if the model has one."""
     eos_token_ids: frozenset[int]
     """Every token that ends an answer: end of text, of turn, of message."""
     add_bos: bool
@@ -52,7 +54,9 @@ class Tokenizer:
         self._backend = backend
         self._path = path
         self.bos_token_id = bos_token_id
-        self.eos_token_ids = frozenset(eos_token_ids)
+        endings = list(eos_token_ids)
+        self.eos_token_id = endings[0] if endings else None
+        self.eos_token_ids = frozenset(endings)
         self.add_bos = add_bos and bos_token_id is not None
         self.chat_template = chat_template
         # A template prints None as "None", and an absent variable as nothing.
@@ -172,6 +176,16 @@ class Tokenizer:
         if wanted and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             ids.insert(0, self.bos_token_id)
         return ids
+
+    def ends(self, text: str) -> list[int]:
+        """Where the text of each token of `encode(text, add_bos=False)` ends in `text`, counted in characters.
+
+        Tokens that share a character end where it does; the last one ends the text.
+        """
+        ends: list[int] = []
+        for _, end in self._backend.encode(text, add_special_tokens=False).offsets:
+            ends.append(max(end, ends[-1] if ends else 0))
+        return [*ends[:-1], len(text)] if ends else []
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD, special tokens their own text."""

@@ -113,8 +113,8 @@ def load_model(reader: gguf.GGUFReader) -> transformers.LlamaForCausalLM:
     return model.eval()
 
 
-def tokenise(reader: gguf.GGUFReader, text: str) -> list[int]:
-    """Token ids of `text` by the GGUF's byte-level BPE, no BOS; ValueError if they do not decode back."""
+def byte_level_bpe(reader: gguf.GGUFReader) -> tokenizers.Tokenizer:
+    """The GGUF's byte-level BPE, which adds no BOS."""
     vocab = {token: index for index, token in enumerate(field(reader, "tokenizer.ggml.tokens"))}
     merges = [tuple(merge.split(" ")) for merge in field(reader, "tokenizer.ggml.merges")]
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=merges))
@@ -125,6 +125,12 @@ def tokenise(reader: gguf.GGUFReader, text: str) -> list[int]:
         ]
     )
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    return tokenizer
+
+
+def tokenise(reader: gguf.GGUFReader, text: str) -> list[int]:
+    """Token ids of `text`; ValueError if they do not decode back."""
+    tokenizer = byte_level_bpe(reader)
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     if tokenizer.decode(ids, skip_special_tokens=False) != text:
         raise ValueError("the tokens do not decode back to the text")
