@@ -396,4 +396,4 @@ def _boxes(launches: Sequence[Launch]) -> list[tuple[str, str]]:
 def _detail(launch: Launch) -> str:
     weights = [b.resource.removeprefix("weight ") for b in launch.bindings if b.resource.startswith("weight ")]
     groups, threads = ("×".join(str(n) for n in dims if n > 1) or "1" for dims in (launch.grid, launch.threads))
-    return ", ".join([*weights, f"{groups} threadgroups of {threads}"])
+    return ", ".join([*weights, f"{groups} threadgroup{'s' * (groups != '1')} of {threads}"])

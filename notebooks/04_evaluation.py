@@ -1,0 +1,148 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Evaluation
+#
+# How well does a model predict a text, where does it fail, and what does a coarser quantisation cost? The negative
+# log-likelihood (NLL) of a token answers all three: how surprised the model was by it, in nats. 0 is certainty, and
+# ln 49152 = 10.8 is knowing nothing in a vocabulary of 49,152.
+
+# %%
+from importlib import resources
+
+import gguf
+import matplotlib.pyplot as plt
+import numpy as np
+
+import pyferrum as pf
+from pyferrum import plot
+from pyferrum.demo_model import fetch
+
+model = pf.load(fetch())
+text = resources.files("pyferrum").joinpath("data/tidewatch.txt").read_text()
+tokens = model.tokenizer.encode(text)[:1025]
+pieces = [model.tokenizer.decode([token]) for token in tokens]
+print(len(tokens), "tokens of a story that ships with pyferrum:", repr(text[:60]))
+
+# %% [markdown]
+# ## One number
+#
+# Perplexity is the exponential of the mean NLL. The result says how it was measured, because the same text has other
+# perplexities with other windows.
+
+# %%
+score = pf.evaluate.perplexity(model, tokens, window=512)
+print(f"perplexity {score.perplexity:.2f}: {score.method}, {score.scored_tokens} tokens")
+
+# %% [markdown]
+# ## Where it comes from
+#
+# The NLL of each token, on the text itself. Dark is surprising: a name when it first comes, and not when it comes
+# again. The first token has no score; there is nothing before it.
+
+# %%
+nlls = pf.evaluate.token_nlls(model, tokens, window=512)
+shown = 220
+strip = [piece.replace("\n\n", "¶\n").replace("\n", " ") for piece in pieces[:shown]]
+ax = plot.nll_strip(strip, np.concatenate([[np.nan], nlls[: shown - 1]]))
+
+# %% [markdown]
+# The most surprising tokens:
+
+# %%
+for i in np.argsort(-nlls)[:6]:
+    print(f"{nlls[i]:5.1f} nats  {''.join(pieces[max(i - 4, 0) : i + 1])!r} then {pieces[i + 1]!r}")
+
+# %% [markdown]
+# ## A second quantisation
+#
+# The file has its matrices as Q4_1: blocks of 32 weights of four bits, with a scale and an offset. Q4_0 has no offset
+# and saves half a bit a weight. We make it from the Q4_1 weights, so it is rounded twice: expect it to be worse than a
+# Q4_0 file made from the original. Parameters are plain data: a new model is new parameters.
+
+
+# %%
+def requantised(weight):
+    """A Q4_1 matrix as Q4_0; anything else as it is."""
+    if getattr(weight, "format", None) != "Q4_1":
+        return weight
+    blocks = gguf.quants.quantize(weight.dequantize(), gguf.GGMLQuantizationType.Q4_0)
+    return pf.block_array(blocks, "Q4_0", weight.shape)
+
+
+layers = []
+for layer in model.params.layers:
+    attention = layer.attention._make(requantised(weight) for weight in layer.attention)
+    layers.append(layer._make([attention, *(requantised(weight) for weight in layer[1:])]))
+params = model.params._replace(layers=tuple(layers))
+coarse = pf.Model(model.config, params, model.tokenizer, path=model.path, device=model.device)
+print(model.params.layers[0].gate_proj, "->", coarse.params.layers[0].gate_proj)
+
+
+# %% [markdown]
+# ## Token against token
+#
+# The two perplexities differ, but is it chance? Both models read the same tokens, so we compare token by token: the
+# spread of the *differences* is what counts, and it is much smaller than that of the scores.
+
+# %%
+coarse_nlls = pf.evaluate.token_nlls(coarse, tokens, window=512)
+difference = coarse_nlls - nlls
+error = difference.std() / np.sqrt(len(difference))
+print(f"perplexity {np.exp(nlls.mean()):.2f} (Q4_1), {np.exp(coarse_nlls.mean()):.2f} (Q4_0)")
+print(f"difference of mean NLL {difference.mean():.3f} ± {error:.3f} nats a token (standard error)")
+print(f"each mean alone        ± {nlls.std() / np.sqrt(len(nlls)):.3f}")
+print(f"better with Q4_0: {np.mean(difference < 0):.0%} of the tokens")
+
+# %%
+fig, ax = plt.subplots(figsize=(4.6, 4.4), layout="constrained")
+ax.plot([0, 18], [0, 18], color=plot.GREY, zorder=0)
+ax.plot(nlls, coarse_nlls, ".", ms=4, alpha=0.5, color=plot.COLOURS[0])
+ax.set(xlabel="NLL with Q4_1 (nats)", ylabel="NLL with Q4_0 (nats)", aspect="equal")
+ax.set(xlim=(0, 18), ylim=(0, 18), xticks=range(0, 19, 3), yticks=range(0, 19, 3))
+title = ax.set_title("one dot a token; above the line, Q4_0 is worse", size=10)
+
+# %% [markdown]
+# The story's own words do not say all of it: two models may give the same probability to the word that came, and differ
+# in all others. The Kullback-Leibler divergence compares whole distributions.
+
+
+# %%
+def log_probabilities(of, rows=tokens[:512]):
+    """log p of every token of the vocabulary behind each row: float64 [rows, vocabulary]."""
+    _, logits = of.forward(of.init_state(), rows)
+    x = np.asarray(logits).astype(np.float64)
+    return x - np.logaddexp.reduce(x, axis=1, keepdims=True)
+
+
+fine, rough = log_probabilities(model), log_probabilities(coarse)
+divergence = (np.exp(fine) * (fine - rough)).sum(axis=1)
+same = fine.argmax(axis=1) == rough.argmax(axis=1)
+print(f"mean divergence of Q4_0 from Q4_1 {divergence.mean():.3f} nats; same most probable token {same.mean():.0%}")
+
+# %% [markdown]
+# ## Is it as sure as it should be?
+#
+# Take the token that a model holds most probable, at each place. When it says 70 %, is it right in 70 % of the cases?
+# Points above the line are too modest, points below it too sure.
+
+# %%
+truth = np.array(tokens[1:513])
+ax = None
+for name, scores in (("Q4_1", fine), ("Q4_0", rough)):
+    ax = plot.calibration(np.exp(scores.max(axis=1)), scores.argmax(axis=1) == truth, bins=8, label=name, ax=ax)
+
+# %% [markdown]
+# Five hundred tokens leave wide bars. They shrink with the square root of the number of tokens: for half their width,
+# read four times the text.
