@@ -36,6 +36,7 @@ from pyferrum.models.draft import DraftModel, Proposal, load_draft
 from pyferrum.ops import argmax, cross_entropy, embed, linear, residual_add, rms_norm, swiglu, top_k
 from pyferrum.plan import Plan, plan_attention
 from pyferrum.ring import DFlash2Ring, init_dflash2_ring, load_dflash2_ring
+from pyferrum.score import Score, score
 from pyferrum.speculative import SpeculativeResponse, speculative_generate, speculative_generate_batch
 from pyferrum.state import KVState, init_state, load_state
 from pyferrum.weights import AttentionWeights, BlockArray, block_array
@@ -63,6 +64,7 @@ __all__ = [
     "Plan",
     "Proposal",
     "Ragged",
+    "Score",
     "SpeculativeResponse",
     "StateError",
     "UnsupportedError",
@@ -100,6 +102,7 @@ __all__ = [
     "residual_add",
     "rms_norm",
     "rope",
+    "score",
     "speculative_generate",
     "speculative_generate_batch",
     "swiglu",

@@ -1,0 +1,215 @@
+"""Log-likelihood of many continuations of one context: the context is run once, its state is used again by each.
+
+States are immutable, so sharing one copies nothing, and a score has the same bits whatever it is computed with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pyferrum.checkpoint import Tokenizer
+from pyferrum.errors import InvalidArgument
+from pyferrum.generate import Prompt
+from pyferrum.models.model import Model, ModelState
+from pyferrum.ops import argmax, cross_entropy
+
+ROWS = 512
+"""Tokens that go through the layers, and rows of logits that are held, at a time."""
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a model gives one continuation."""
+
+    logprob: float
+    """ln p(continuation | context): the sum of `token_logprobs`, added in float64."""
+    token_logprobs: np.ndarray[Any, np.dtype[np.float32]]
+    """ln p of each token given everything before it, float32 [tokens]."""
+    is_greedy: bool
+    """Whether each token is the most probable one at its place."""
+    tokens: tuple[int, ...]
+    """The tokens that were scored."""
+
+    @property
+    def token_count(self) -> int:
+        """How many tokens were scored."""
+        return len(self.tokens)
+
+
+def score(
+    model: Model,
+    prompt: Prompt,
+    continuations: Sequence[str | Sequence[int]],
+    *,
+    state: ModelState | None = None,
+    batch_size: int | None = None,
+) -> list[Score]:
+    """Score continuations of one prompt.
+
+    A text is encoded together with the prompt's text and split at the prompt's length (see `encode_pair`), so its
+    tokens are those that it has in running text. With a prompt of token ids it is encoded alone.
+
+    Args:
+        model: the model.
+        prompt: text, chat messages ({"role", "content"}), or token ids. If it has no tokens, BOS stands in for it.
+        continuations: texts, or token ids; at least one token each.
+        state: what came before the prompt; None for nothing. It stays as it is.
+        batch_size: continuations that run together; None: as many as make about 512 tokens. No bit depends on it.
+
+    Returns:
+        A Score for each continuation, in their order.
+
+    Raises:
+        InvalidArgument: an empty continuation, one that does not fit in the model's context, or no prompt at all with
+            a model that has no BOS.
+        OutOfPages: the arena is full. `state` is as it was.
+    """
+    if isinstance(continuations, str):
+        raise InvalidArgument("continuations: expected a list of texts or of token ids, got one text")
+    before = state is not None and state.length > 0
+    text, ids = _context(model, prompt, before)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    scored: list[list[int]] = []
+    for index, continuation in enumerate(continuations):
+        if not isinstance(continuation, str):
+            context, tokens = ids, [int(token) for token in continuation]
+        elif text is None:
+            context, tokens = ids, model.tokenizer.encode(continuation, add_bos=False)
+        else:
+            context, tokens = encode_pair(model.tokenizer, text, continuation, add_bos=False if before else None)
+        if not context:
+            context = _stand_in(model, before)
+        if not tokens:
+            raise InvalidArgument(f"continuations[{index}]: expected at least one token, got none")
+        room = model.config.attention.maximum_context_tokens - len(context) - (state.length if state else 0)
+        if len(tokens) - 1 > room:  # nothing follows the last token, so it is not fed
+            raise InvalidArgument(
+                f"continuations[{index}]: expected at most {max(room + 1, 0)} tokens, what the model's context leaves, "
+                f"got {len(tokens)}"
+            )
+        groups.setdefault(tuple(context), []).append(index)
+        scored.append(tokens)
+    results: dict[int, Score] = {}
+    for context, indices in groups.items():
+        batch = score_tokens(model, context, [scored[i] for i in indices], state=state, batch_size=batch_size)
+        results.update(zip(indices, batch, strict=True))
+    return [results[index] for index in range(len(scored))]
+
+
+def score_tokens(
+    model: Model,
+    context: Sequence[int],
+    continuations: Sequence[Sequence[int]],
+    *,
+    state: ModelState | None = None,
+    batch_size: int | None = None,
+) -> list[Score]:
+    """`score` for token ids that fit: at least one of context, and at least one in each continuation."""
+    if batch_size is not None and batch_size < 1:
+        raise InvalidArgument(f"batch_size: expected at least 1, got {batch_size}")
+    if not continuations:
+        return []
+    shared, logits = model.forward(model.init_state() if state is None else state, context, last_only=True)
+    last = np.asarray(logits)
+    firsts = np.array([tokens[0] for tokens in continuations], np.int32)
+    best = int(np.asarray(argmax(last))[0])
+    losses: list[list[Any]] = [[] for _ in continuations]
+    for start in range(0, len(firsts), 64):
+        targets = firsts[start : start + 64]
+        rows = np.asarray(cross_entropy(np.repeat(last, len(targets), axis=0), targets))
+        for index, loss in enumerate(rows, start):
+            losses[index].append(loss[None])
+    greedy = [int(first) == best for first in firsts]
+    for batch in _batches(continuations, batch_size):
+        _extend(model, shared, batch, continuations, losses, greedy)
+    results = []
+    for tokens, parts, is_greedy in zip(continuations, losses, greedy, strict=True):
+        logprobs = -np.concatenate(parts)
+        results.append(Score(float(logprobs.sum(dtype=np.float64)), logprobs, is_greedy, tuple(map(int, tokens))))
+    return results
+
+
+def encode_pair(
+    tokenizer: Tokenizer, context: str, continuation: str, *, add_bos: bool | None = None
+) -> tuple[list[int], list[int]]:
+    """Tokens of a context and of what follows it, as they are in the whole text.
+
+    White space at the end of the context goes to the continuation, for words are encoded with the space before them.
+    Both together are encoded as one text and split at the context's length. Where a token of the whole lies across the
+    seam, there is no such split: then the continuation is encoded alone, so that exactly its own text is scored.
+
+    Args:
+        tokenizer: the model's.
+        context: may be empty; then it has no tokens, or BOS alone.
+        continuation: the text to score.
+        add_bos: BOS in front; None for the tokenizer's setting. Never a second one.
+    """
+    kept = context.rstrip()
+    continuation = context[len(kept) :] + continuation
+    head = tokenizer.encode(kept, add_bos=add_bos)
+    whole = tokenizer.encode(kept + continuation, add_bos=add_bos)
+    if whole[: len(head)] == head and (len(whole) > len(head) or not continuation):
+        return head, whole[len(head) :]
+    return head, tokenizer.encode(continuation, add_bos=False)
+
+
+def _context(model: Model, prompt: Prompt, continued: bool) -> tuple[str | None, list[int]]:
+    """The prompt's text, unless it is of ids, and its tokens."""
+    if isinstance(prompt, str):
+        text = prompt
+    elif any(isinstance(entry, Mapping) for entry in prompt):
+        text = model.tokenizer.apply_chat_template([entry for entry in prompt if isinstance(entry, Mapping)])
+    else:
+        return None, [int(token) for token in prompt if not isinstance(token, Mapping)]
+    return text, model.tokenizer.encode(text, add_bos=False if continued else None)
+
+
+def _stand_in(model: Model, continued: bool) -> list[int]:
+    bos = None if continued else model.tokenizer.bos_token_id
+    if bos is None:
+        reason = "the state needs a token to go on from" if continued else "the model has no BOS to stand in"
+        raise InvalidArgument(f"prompt: expected at least one token, for {reason}; got none")
+    return [bos]
+
+
+def _batches(continuations: Sequence[Sequence[int]], batch_size: int | None) -> Iterator[list[int]]:
+    """Indices of continuations with more than a first token, in batches."""
+    batch: list[int] = []
+    rows = 0
+    for index, tokens in enumerate(continuations):
+        if len(tokens) == 1:
+            continue
+        full = rows + len(tokens) - 1 > ROWS if batch_size is None else len(batch) == batch_size
+        if batch and full:
+            yield batch
+            batch, rows = [], 0
+        batch.append(index)
+        rows += len(tokens) - 1
+    if batch:
+        yield batch
+
+
+def _extend(
+    model: Model,
+    shared: ModelState,
+    batch: list[int],
+    continuations: Sequence[Sequence[int]],
+    losses: list[list[Any]],
+    greedy: list[bool],
+) -> None:
+    """Add losses and greediness of all tokens but the first, for a batch that forks one state."""
+    states = dict.fromkeys(batch, shared)
+    for start in range(0, max(len(continuations[i]) for i in batch) - 1, ROWS):
+        active = [i for i in batch if start < len(continuations[i]) - 1]
+        ends = [min(start + ROWS, len(continuations[i]) - 1) for i in active]
+        fed = [np.asarray(continuations[i][start:end]) for i, end in zip(active, ends, strict=True)]
+        new, logits = model.forward([states[i] for i in active], fed)
+        for i, end, state, rows in zip(active, ends, new, logits, strict=True):
+            states[i] = state
+            targets = np.asarray(continuations[i][start + 1 : end + 1], np.int32)
+            losses[i].append(np.asarray(cross_entropy(rows, targets)))
+            greedy[i] = greedy[i] and bool(np.array_equal(np.asarray(argmax(rows)), targets))
