@@ -43,7 +43,7 @@ print(len(tokens), "tokens of a story that ships with pyferrum:", repr(text[:60]
 
 # %%
 score = pf.evaluate.perplexity(model, tokens, window=512)
-print(f"perplexity {score.perplexity:.2f}: {score.method}, {score.scored_tokens} tokens")
+print(f"perplexity {score.perplexity:.2f} of {score.scored_tokens} tokens; method: {score.method}")
 
 # %% [markdown]
 # ## Where it comes from
@@ -63,6 +63,19 @@ ax = plot.nll_strip(strip, np.concatenate([[np.nan], nlls[: shown - 1]]))
 # %%
 for i in np.argsort(-nlls)[:6]:
     print(f"{nlls[i]:5.1f} nats  {''.join(pieces[max(i - 4, 0) : i + 1])!r} then {pieces[i + 1]!r}")
+
+# %% [markdown]
+# ## Choosing an answer
+#
+# A test with answers to choose from is the same thing once more: which of them is the least surprising? `pf.score`
+# reads the question once, and every answer goes on from the same state. An answer of several tokens has a lower sum for
+# its length alone, so look at the mean as well.
+
+# %%
+question = "Question: Which body in the sky pulls most strongly on the tides of the sea?\nAnswer: The"
+answers = [" Moon.", " Sun.", " planet Jupiter.", " North Star."]
+for answer, scored in zip(answers, pf.score(model, question, answers), strict=True):
+    print(f"{scored.logprob:7.2f} nats, {scored.logprob / scored.token_count:6.2f} a token {answer}")
 
 # %% [markdown]
 # ## A second quantisation

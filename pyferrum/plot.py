@@ -35,6 +35,7 @@ except ImportError as error:
 # Okabe and Ito (2008), without black and yellow.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 GREY, INK = "#D9D9D9", "#333333"
+_ON_COLOUR = {"facecolor": "white", "alpha": 0.85, "linewidth": 0, "boxstyle": "round,pad=0.15"}
 _MONO_WIDTH, _MONO_HEIGHT = 0.602, 1.75
 """Of a character of DejaVu Sans Mono and of a line of it, in font sizes."""
 
@@ -45,6 +46,12 @@ def _axes(ax: Axes | None, width: float, height: float) -> Axes:
         _, ax = plt.subplots(figsize=(width, height), layout="constrained")
         ax.set_prop_cycle(color=COLOURS)
     return ax
+
+
+def _points(ax: Axes) -> tuple[float, float]:
+    """Width and height of Axes in points, before a layout that may give them more."""
+    extent = ax.get_window_extent()
+    return extent.width * 72 / ax.figure.dpi, extent.height * 72 / ax.figure.dpi
 
 
 def _bare(ax: Axes, *sides: str) -> None:
@@ -77,8 +84,8 @@ def nll_strip(
     ax = _axes(ax, columns * _MONO_WIDTH * size / 72 + 1.0, lines * _MONO_HEIGHT * size / 72 + 0.4)
     ax.set(xlim=(0, columns), ylim=(lines, 0), xticks=[], yticks=[])
     _bare(ax)
-    width = ax.get_window_extent().width * 72 / ax.figure.dpi / columns / _MONO_WIDTH
-    height = ax.get_window_extent().height * 72 / ax.figure.dpi / lines / _MONO_HEIGHT
+    width, height = _points(ax)
+    size = 0.97 * min(size, width / columns / _MONO_WIDTH, height / lines / _MONO_HEIGHT)
     finite = losses[np.isfinite(losses)]
     norm = Normalize(0, (float(finite.max()) if finite.size else 1.0) if vmax is None else vmax)
     colours = ListedColormap(plt.get_cmap("Blues")(np.linspace(0, 0.9, 256)))  # its darkest hides text
@@ -87,7 +94,7 @@ def nll_strip(
         ground = colours(level) if np.isfinite(losses[index]) else GREY
         ax.add_patch(Rectangle((column, line + 0.06), len(text), 0.88, facecolor=ground, linewidth=0))
         ax.text(
-            column, line + 0.5, text, size=0.97 * min(size, width, height), family="monospace", va="center",
+            column, line + 0.5, text, size=size, family="monospace", va="center",
             color="white" if level > 0.62 else INK, parse_math=False, clip_on=True,
         )  # fmt: skip
     mapped = plt.cm.ScalarMappable(norm, colours)
@@ -249,7 +256,7 @@ def pages(
     held = np.bincount([number for row in shown for number in row], minlength=1)
     colour = {int(number): COLOURS[i % len(COLOURS)] for i, number in enumerate(np.flatnonzero(held > 1))}
     size = own[0].tokens_per_page
-    columns = max(len(row) for row in shown)
+    columns = max(1, *(len(row) for row in shown))
     ax = _axes(ax, min(1.6 + 1.3 * max(columns, 3), 11), 1.0 + 0.42 * len(own))
     for y, (state, row) in enumerate(zip(own, shown, strict=True)):
         for i, number in enumerate(row):
@@ -257,10 +264,11 @@ def pages(
             ground = colour.get(number, "#A6A6A6")
             ax.add_patch(Rectangle((i + 0.04, y - 0.38), 0.92, 0.76, facecolor="white", edgecolor=ground, linewidth=1))
             ax.add_patch(Rectangle((i + 0.04, y - 0.38), 0.92 * used, 0.76, facecolor=ground, linewidth=0))
-            outlined = {"facecolor": "white", "alpha": 0.85, "linewidth": 0, "boxstyle": "round,pad=0.15"}
-            ax.text(i + 0.5, y, f"p{number}", ha="center", va="center", size=8, color=INK, bbox=outlined)
-    ax.set(xlim=(-0.05, max(columns, 1) + 0.05), ylim=(len(own) - 0.5, -0.5), xlabel="position of a page's first token")
-    ax.set_xticks(range(columns), [str(i * size) for i in range(columns)])
+            if _points(ax)[0] / columns > 22:
+                ax.text(i + 0.5, y, f"p{number}", ha="center", va="center", size=8, color=INK, bbox=_ON_COLOUR)
+    ax.set(xlim=(-0.05, columns + 0.05), ylim=(len(own) - 0.5, -0.5), xlabel="position of a page's first token")
+    labelled = range(0, columns, -(-columns // 8))
+    ax.set_xticks(labelled, [str(i * size) for i in labelled])
     ax.set_yticks(range(len(own)), [f"{name} ({state.length})" for name, state in zip(names, own, strict=True)])
     ax.set_title(f"{sum(len(row) for row in shown)} pages shown, {np.count_nonzero(held)} of them different", size=10)
     ax.tick_params(length=0)
@@ -315,10 +323,12 @@ def calibration(
         ax: where to draw; None for a new figure.
     """
     p, hit = np.asarray(probabilities, np.float64), np.asarray(hits, np.float64)
-    if p.ndim != 1 or p.shape != hit.shape or not p.size or p.min() < 0 or p.max() > 1:
+    if p.ndim != 1 or p.shape != hit.shape or not p.size or not 0 <= p.min() <= p.max() <= 1:
         raise InvalidArgument(
             f"probabilities: expected n numbers 0…1 and n hits, got {list(p.shape)}, {list(hit.shape)}"
         )
+    if bins < 1:
+        raise InvalidArgument(f"bins: expected at least 1, got {bins}")
     ax = _axes(ax, 4.6, 4.4)
     which = np.minimum((p * bins).astype(int), bins - 1)
     sizes = np.bincount(which, minlength=bins)
@@ -328,13 +338,8 @@ def calibration(
     error = float(np.sum(sizes[some] / len(p) * np.abs(said - came)))
     if not ax.has_data():
         ax.plot([0, 1], [0, 1], color=GREY, zorder=0)
-        ax.set(
-            xlim=(-0.02, 1.02),
-            ylim=(-0.02, 1.02),
-            aspect="equal",
-            xlabel="probability given",
-            ylabel="how often it was right",
-        )
+        ax.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), aspect="equal")
+        ax.set(xlabel="probability given", ylabel="how often it was right")
         _bare(ax, "left", "bottom")
     text = f"{label or 'predictions'}: error {error:.3f}, n = {len(p)}"
     # Of a Laplace estimate: a bin where nothing or everything was right is not certain.
@@ -365,7 +370,7 @@ def plan(plan: Plan, *, ax: Axes | None = None) -> Axes:
             colour = COLOURS[2] if "attention" in kernel else COLOURS[0] if "linear" in kernel else COLOURS[1]
             ax.add_patch(Rectangle((x + 0.006, y + 0.1), width - 0.012, 0.8, facecolor=colour, alpha=0.25, linewidth=0))
             ax.add_patch(Rectangle((x + 0.006, y + 0.1), 0.006, 0.8, facecolor=colour, linewidth=0))
-            size = min(8.5, 560 * width / max(len(kernel), len(detail)) / _MONO_WIDTH)
+            size = min(8.5, 0.95 * _points(ax)[0] * width / max(len(kernel), len(detail)) / _MONO_WIDTH)
             ax.text(x + width / 2, y + 0.34, kernel, ha="center", va="center", size=size, family="monospace", color=INK)
             ax.text(x + width / 2, y + 0.68, detail, ha="center", va="center", size=size, color=INK)
     ax.set(xlim=(0, 1), ylim=(len(steps), 0), xticks=[], ylabel="step (waits for the one above)")
@@ -384,13 +389,9 @@ def _boxes(launches: Sequence[Launch]) -> list[tuple[str, str]]:
     if len(launches) <= 3:
         return [(launch.kernel, _detail(launch)) for launch in launches]
     groups = [[one for one in launches if one.kernel == kernel] for kernel in {one.kernel: 0 for one in launches}]
-    return [
-        (
-            group[0].kernel + f" ×{len(group)}" * (len(group) > 1),
-            f"{sum(int(np.prod(one.grid)) for one in group)} threadgroups",
-        )
-        for group in groups
-    ]
+    names = [group[0].kernel + f" ×{len(group)}" * (len(group) > 1) for group in groups]
+    sizes = [f"{sum(int(np.prod(one.grid)) for one in group)} threadgroups" for group in groups]
+    return list(zip(names, sizes, strict=True))
 
 
 def _detail(launch: Launch) -> str:

@@ -192,6 +192,14 @@ def test_pages__are_as_full_as_they_are_and_coloured_where_shared() -> None:
         plot.pages([left, right], labels=["one"])
 
 
+def test_pages__names_and_positions_leave_room_for_each_other() -> None:
+    long = grown(pf.init_state(tiny.LAYER), 40 * PAGE, 0)
+    _, ax = plt.subplots(figsize=(5, 3))
+    assert not texts(plot.pages([long], ax=ax))
+    ticks = [label.get_text() for label in ax.get_xticklabels()]
+    assert ticks == [str(page * PAGE) for page in range(0, 40, 5)]
+
+
 # ---- Numbers
 
 
@@ -216,9 +224,11 @@ def test_calibration__points_errors_and_a_second_curve() -> None:
     labels = [text.get_text() for text in ax.get_legend().get_texts()]
     # (0.05 + 2 * 0.35 + 2 * 0.5) / 5, and the mean of p where nothing is right
     assert labels == ["first: error 0.350, n = 5", "second: error 0.470, n = 5"]
-    for bad in ([1.5], [-0.1], [0.5, 0.5], []):
+    for bad in ([1.5], [-0.1], [np.nan], [0.5, 0.5], []):
         with pytest.raises(pf.InvalidArgument, match="probabilities"):
             plot.calibration(bad, [True])
+    with pytest.raises(pf.InvalidArgument, match="bins: expected at least 1, got 0"):
+        plot.calibration([0.5], [True], bins=0)
 
 
 # ---- Plans
@@ -235,6 +245,16 @@ def test_plan__a_box_for_each_launch_step_by_step() -> None:
         "q_proj", "k_proj", "v_proj", "o_proj"
     ]  # fmt: skip
     assert ax.get_title().startswith("scalar plan: 8 launches, 1 token, ")
+
+
+def test_plan__text_stays_in_its_box_in_small_axes() -> None:
+    figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
+    plot.plan(pf.plan_attention(tiny.LAYER, 1, weights=tiny.layer()), ax=axes[0])
+    figure.canvas.draw()
+    boxes = [patch.get_window_extent() for patch in axes[0].patches if patch.get_alpha()]
+    for text in axes[0].texts:
+        extent = text.get_window_extent()
+        assert any(box.x0 <= extent.x0 and extent.x1 <= box.x1 and box.y0 <= extent.y0 < box.y1 for box in boxes)
 
 
 def test_plan__many_launches_of_a_step_are_counted() -> None:
