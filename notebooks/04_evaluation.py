@@ -19,7 +19,9 @@
 # ln 49152 = 10.8 is knowing nothing in a vocabulary of 49,152.
 
 # %%
+import tempfile
 from importlib import resources
+from pathlib import Path
 
 import gguf
 import matplotlib.pyplot as plt
@@ -39,11 +41,13 @@ print(len(tokens), "tokens of a story that ships with pyferrum:", repr(text[:60]
 # ## One number
 #
 # Perplexity is the exponential of the mean NLL. The result says how it was measured, because the same text has other
-# perplexities with other windows.
+# perplexities with other windows. It also has the NLL of each token, the hash of the model's file, the versions of
+# everything: `score.save("result.json")` keeps all that.
 
 # %%
 score = pf.evaluate.perplexity(model, tokens, window=512)
-print(f"perplexity {score.perplexity:.2f} of {score.scored_tokens} tokens; method: {score.method}")
+print(f"perplexity {score.perplexity:.2f} of {score.scored_tokens} tokens")
+print(f"{score.method}: {score.definition}")
 
 # %% [markdown]
 # ## Where it comes from
@@ -52,7 +56,7 @@ print(f"perplexity {score.perplexity:.2f} of {score.scored_tokens} tokens; metho
 # again. The first token has no score; there is nothing before it.
 
 # %%
-nlls = pf.evaluate.token_nlls(model, tokens, window=512)
+nlls = score.token_nlls
 shown = 220
 strip = [piece.replace("\n\n", "¶\n").replace("\n", " ") for piece in pieces[:shown]]
 ax = plot.nll_strip(strip, np.concatenate([[np.nan], nlls[: shown - 1]]))
@@ -81,42 +85,44 @@ for answer, scored in zip(answers, pf.score(model, question, answers), strict=Tr
 # ## A second quantisation
 #
 # The file has its matrices as Q4_1: blocks of 32 weights of four bits, with a scale and an offset. Q4_0 has no offset
-# and saves half a bit a weight. We make it from the Q4_1 weights, so it is rounded twice: expect it to be worse than a
-# Q4_0 file made from the original. Parameters are plain data: a new model is new parameters.
-
+# and saves half a bit a weight. We write a second file with the `gguf` package, from the Q4_1 weights: so they are
+# rounded twice, and will be worse than in a Q4_0 file made from the original.
 
 # %%
-def requantised(weight):
-    """A Q4_1 matrix as Q4_0; anything else as it is."""
-    if getattr(weight, "format", None) != "Q4_1":
-        return weight
-    blocks = gguf.quants.quantize(weight.dequantize(), gguf.GGMLQuantizationType.Q4_0)
-    return pf.block_array(blocks, "Q4_0", weight.shape)
+folder = tempfile.TemporaryDirectory()
+path = Path(folder.name) / "SmolLM2-135M-Instruct-Q4_0.gguf"
+source, target = gguf.GGUFReader(model.path), gguf.GGUFWriter(path, "llama")
+target.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0)
+for key, field in source.fields.items():
+    if not key.startswith("GGUF.") and key not in (gguf.Keys.General.ARCHITECTURE, gguf.Keys.General.FILE_TYPE):
+        target.add_key_value(key, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
+for tensor in source.tensors:
+    kind, data = tensor.tensor_type, tensor.data
+    if kind == gguf.GGMLQuantizationType.Q4_1:
+        kind = gguf.GGMLQuantizationType.Q4_0
+        data = gguf.quants.quantize(gguf.quants.dequantize(data, tensor.tensor_type), kind)
+    target.add_tensor(tensor.name, data, raw_dtype=kind)
+target.write_header_to_file()
+target.write_kv_data_to_file()
+target.write_tensors_to_file()
+target.close()
 
-
-layers = []
-for layer in model.params.layers:
-    attention = layer.attention._make(requantised(weight) for weight in layer.attention)
-    layers.append(layer._make([attention, *(requantised(weight) for weight in layer[1:])]))
-params = model.params._replace(layers=tuple(layers))
-coarse = pf.Model(model.config, params, model.tokenizer, path=model.path, device=model.device)
-print(model.params.layers[0].gate_proj, "->", coarse.params.layers[0].gate_proj)
-
+coarse = pf.load(path)
+print(model.params.layers[0].gate_proj, f"in a file of {model.path.stat().st_size / 1e6:.0f} MB")
+print(coarse.params.layers[0].gate_proj, f"in a file of {path.stat().st_size / 1e6:.0f} MB")
 
 # %% [markdown]
 # ## Token against token
 #
-# The two perplexities differ, but is it chance? Both models read the same tokens, so we compare token by token: the
-# spread of the *differences* is what counts, and it is much smaller than that of the scores.
+# The two perplexities differ, but is it chance? Both models read the same tokens, so the comparison goes token by
+# token: what counts is the spread of the *differences*, and that is much smaller than the spread of the scores.
 
 # %%
-coarse_nlls = pf.evaluate.token_nlls(coarse, tokens, window=512)
-difference = coarse_nlls - nlls
-error = difference.std() / np.sqrt(len(difference))
-print(f"perplexity {np.exp(nlls.mean()):.2f} (Q4_1), {np.exp(coarse_nlls.mean()):.2f} (Q4_0)")
-print(f"difference of mean NLL {difference.mean():.3f} ± {error:.3f} nats a token (standard error)")
-print(f"each mean alone        ± {nlls.std() / np.sqrt(len(nlls)):.3f}")
-print(f"better with Q4_0: {np.mean(difference < 0):.0%} of the tokens")
+coarse_score = pf.evaluate.perplexity(coarse, tokens, window=512)
+coarse_nlls = coarse_score.token_nlls
+print(pf.evaluate.compare(score, coarse_score))
+print(f"\nstandard error of one mean alone {score.standard_error:.3f}")
+print(f"tokens that are less surprising with Q4_0: {np.mean(coarse_nlls < nlls):.0%}")
 
 # %%
 fig, ax = plt.subplots(figsize=(4.6, 4.4), layout="constrained")
@@ -159,3 +165,7 @@ for name, scores in (("Q4_1", fine), ("Q4_0", rough)):
 # %% [markdown]
 # Five hundred tokens leave wide bars. They shrink with the square root of the number of tokens: for half their width,
 # read four times the text.
+
+# %%
+del coarse
+folder.cleanup()

@@ -1,4 +1,4 @@
-"""The command line: `pyferrum info | run | eval | inspect | bench`. Flags are spelled as mlx-lm spells them."""
+"""The command line: `pyferrum info | run | eval | compare | inspect | bench`. Flags are spelled as in mlx-lm."""
 
 from __future__ import annotations
 
@@ -10,25 +10,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import pyferrum as pf
-from pyferrum.evaluate import perplexity
+from pyferrum import cli_eval
+from pyferrum._show import show
 from pyferrum.models.llama import LlamaParams
-
-
-def _print(value: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(value))
-    else:
-        width = max(len(key) for key in value)
-        for key, entry in value.items():
-            shown = f"{entry:,}" if isinstance(entry, int) and not isinstance(entry, bool) else entry
-            print(f"{key:<{width}}  {shown}")
 
 
 def _load(arguments: argparse.Namespace) -> pf.Model:
@@ -38,7 +28,7 @@ def _load(arguments: argparse.Namespace) -> pf.Model:
 def info(arguments: argparse.Namespace) -> None:
     """Device, library and arena."""
     arena = {f"arena_{name}": value for name, value in pf.arena_stats().items()}
-    _print({"pyferrum": pf.__version__} | pf.device_info() | arena, arguments.json)
+    show({"pyferrum": pf.__version__} | pf.device_info() | arena, arguments.json)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -85,20 +75,6 @@ def run(arguments: argparse.Namespace) -> None:
         )
 
 
-def evaluate(arguments: argparse.Namespace) -> None:
-    """Perplexity of a text."""
-    if arguments.text is None:
-        text = resources.files("pyferrum").joinpath("data/tidewatch.txt").read_text()
-        name = "tidewatch.txt (ships with pyferrum)"
-    else:
-        text, name = Path(arguments.text).read_text(), arguments.text
-    model = _load(arguments)
-    tokens = model.tokenizer.encode(text, add_bos=False)[: arguments.limit]
-    bos: Any = {"auto": "auto", "never": None, "always": model.tokenizer.bos_token_id}[arguments.bos]
-    result = perplexity(model, tokens, arguments.window, bos=bos, progress=False if arguments.json else None)
-    _print({"model": str(arguments.model), "text": name, **result.to_dict()}, arguments.json)
-
-
 def inspect(arguments: argparse.Namespace) -> None:
     """What a checkpoint holds, and the plan of one decode step of a layer."""
     model = _load(arguments)
@@ -126,7 +102,7 @@ def inspect(arguments: argparse.Namespace) -> None:
         "weights": ", ".join(f"{count} {name}" for name, count in formats.most_common()),
         **model.memory(),
     }
-    _print(summary, arguments.json)
+    show(summary, arguments.json)
     if not arguments.json:
         print(f"\nOne token of decode in one layer, {arguments.context} tokens before it:\n{plan}")
 
@@ -164,7 +140,7 @@ def bench(arguments: argparse.Namespace) -> None:
             f"{name}_tps": round(statistics.median(rates), 1),
             f"{name}_tps_spread": [round(min(rates), 1), round(max(rates), 1)],
         }
-    _print(result, arguments.json)
+    show(result, arguments.json)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -200,11 +176,8 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--draft-model", type=Path, help="a DFlash or DFlash 2 draft model: the same text, sooner")
     command.add_argument("--num-draft-tokens", type=int, help="proposed at a time; as trained if not given")
 
-    command = add("eval", evaluate)
-    command.add_argument("--text", help="a UTF-8 file; without it, a text that ships with pyferrum")
-    command.add_argument("--window", type=int, default=512, help="tokens fed at a time")
-    command.add_argument("--limit", type=int, help="use the first so many tokens only")
-    command.add_argument("--bos", choices=("auto", "always", "never"), default="auto")
+    cli_eval.add_options(add("eval", cli_eval.evaluate))
+    cli_eval.add_compare_options(add("compare", cli_eval.compare, model=False))
 
     command = add("inspect", inspect)
     command.add_argument("--context", type=int, default=512, help="tokens before the planned step")

@@ -19,7 +19,7 @@ def main() -> None:
     text = resources.files("pyferrum").joinpath("data/tidewatch.txt").read_text()
     score = pf.evaluate.perplexity(model, text, progress=None)
     print(
-        f"perplexity {score.perplexity:.3f} on tidewatch.txt ({score.scored_tokens} tokens; {score.method})\n"
+        f"perplexity {score.perplexity:.3f} on tidewatch.txt ({score.scored_tokens} tokens; {score.definition})\n"
         f"{score.tokens_per_second:.0f} tokens/s\n"
     )
 

@@ -94,8 +94,8 @@ def score(
         groups.setdefault(tuple(context), []).append(index)
         scored.append(tokens)
     results: dict[int, Score] = {}
-    for context, indices in groups.items():
-        batch = score_tokens(model, context, [scored[i] for i in indices], state=state, batch_size=batch_size)
+    for shared, indices in groups.items():
+        batch = score_tokens(model, shared, [scored[i] for i in indices], state=state, batch_size=batch_size)
         results.update(zip(indices, batch, strict=True))
     return [results[index] for index in range(len(scored))]
 
@@ -113,19 +113,21 @@ def score_tokens(
         raise InvalidArgument(f"batch_size: expected at least 1, got {batch_size}")
     if not continuations:
         return []
-    shared, logits = model.forward(model.init_state() if state is None else state, context, last_only=True)
-    last = np.asarray(logits)
-    firsts = np.array([tokens[0] for tokens in continuations], np.int32)
-    best = int(np.asarray(argmax(last))[0])
     losses: list[list[Any]] = [[] for _ in continuations]
-    for start in range(0, len(firsts), 64):
-        targets = firsts[start : start + 64]
-        rows = np.asarray(cross_entropy(np.repeat(last, len(targets), axis=0), targets))
-        for index, loss in enumerate(rows, start):
-            losses[index].append(loss[None])
-    greedy = [int(first) == best for first in firsts]
-    for batch in _batches(continuations, batch_size):
-        _extend(model, shared, batch, continuations, losses, greedy)
+    greedy = [True] * len(continuations)
+    shared = model.init_state() if state is None else state
+    if len(continuations) == 1:  # the end of the context and the continuation go in one pass
+        if len(context) > 1:
+            shared, _ = model.forward(shared, context[:-1], last_only=True)
+        fed = [np.asarray([context[-1], *continuations[0][:-1]])]
+        targets = [np.asarray(continuations[0])]
+    else:
+        shared, logits = model.forward(shared, context, last_only=True)
+        _first_tokens(np.asarray(logits), [tokens[0] for tokens in continuations], losses, greedy)
+        fed = [np.asarray(tokens[:-1]) for tokens in continuations]
+        targets = [np.asarray(tokens[1:]) for tokens in continuations]
+    for batch in _batches([len(rows) for rows in fed], batch_size):
+        _extend(model, shared, batch, fed, targets, losses, greedy)
     results = []
     for tokens, parts, is_greedy in zip(continuations, losses, greedy, strict=True):
         logprobs = -np.concatenate(parts)
@@ -176,19 +178,30 @@ def _stand_in(model: Model, continued: bool) -> list[int]:
     return [bos]
 
 
-def _batches(continuations: Sequence[Sequence[int]], batch_size: int | None) -> Iterator[list[int]]:
-    """Indices of continuations with more than a first token, in batches."""
+def _first_tokens(last: np.ndarray[Any, Any], firsts: list[int], losses: list[list[Any]], greedy: list[bool]) -> None:
+    """Add losses and greediness of what comes right behind the context: all from its one row of logits."""
+    best = int(np.asarray(argmax(last))[0])
+    for start in range(0, len(firsts), 64):
+        targets = np.asarray(firsts[start : start + 64], np.int64)
+        found = np.asarray(cross_entropy(np.repeat(last, len(targets), axis=0), targets))
+        for index, target in enumerate(targets, start):
+            losses[index].append(found[index - start][None])
+            greedy[index] = int(target) == best
+
+
+def _batches(rows: Sequence[int], batch_size: int | None) -> Iterator[list[int]]:
+    """Indices of what has rows to run, in batches."""
     batch: list[int] = []
-    rows = 0
-    for index, tokens in enumerate(continuations):
-        if len(tokens) == 1:
+    total = 0
+    for index, count in enumerate(rows):
+        if count == 0:
             continue
-        full = rows + len(tokens) - 1 > ROWS if batch_size is None else len(batch) == batch_size
+        full = total + count > ROWS if batch_size is None else len(batch) == batch_size
         if batch and full:
             yield batch
-            batch, rows = [], 0
+            batch, total = [], 0
         batch.append(index)
-        rows += len(tokens) - 1
+        total += count
     if batch:
         yield batch
 
@@ -197,19 +210,18 @@ def _extend(
     model: Model,
     shared: ModelState,
     batch: list[int],
-    continuations: Sequence[Sequence[int]],
+    fed: Sequence[np.ndarray[Any, Any]],
+    targets: Sequence[np.ndarray[Any, Any]],
     losses: list[list[Any]],
     greedy: list[bool],
 ) -> None:
-    """Add losses and greediness of all tokens but the first, for a batch that forks one state."""
+    """Add losses and greediness of `targets` for a batch that forks one state, in passes of bounded size."""
     states = dict.fromkeys(batch, shared)
-    for start in range(0, max(len(continuations[i]) for i in batch) - 1, ROWS):
-        active = [i for i in batch if start < len(continuations[i]) - 1]
-        ends = [min(start + ROWS, len(continuations[i]) - 1) for i in active]
-        fed = [np.asarray(continuations[i][start:end]) for i, end in zip(active, ends, strict=True)]
-        new, logits = model.forward([states[i] for i in active], fed)
-        for i, end, state, rows in zip(active, ends, new, logits, strict=True):
+    for start in range(0, max(len(fed[i]) for i in batch), ROWS):
+        active = [i for i in batch if start < len(fed[i])]
+        piece = slice(start, start + ROWS)
+        new, logits = model.forward([states[i] for i in active], [fed[i][piece] for i in active])
+        for i, state, rows in zip(active, new, logits, strict=True):
             states[i] = state
-            targets = np.asarray(continuations[i][start + 1 : end + 1], np.int32)
-            losses[i].append(np.asarray(cross_entropy(rows, targets)))
-            greedy[i] = greedy[i] and bool(np.array_equal(np.asarray(argmax(rows)), targets))
+            losses[i].append(np.asarray(cross_entropy(rows, targets[i][piece])))
+            greedy[i] = greedy[i] and bool(np.array_equal(np.asarray(argmax(rows)), targets[i][piece]))

@@ -44,7 +44,7 @@ def test_eval__prints_method_and_agrees_with_the_library(
     code, out, _ = output(capsys, "eval", "--model", str(model_path), "--text", str(tmp_path / "text.txt"), "--json")
     result = json.loads(out)
     expected = pf.evaluate.perplexity(model, (tmp_path / "text.txt").read_text())
-    assert code == 0 and result["perplexity"] == expected.perplexity and result["method"] == expected.method
+    assert code == 0 and result["perplexity"] == expected.perplexity and result["definition"] == expected.definition
     out = output(capsys, "eval", "--model", str(model_path), "--limit", "20", "--bos", "always")[1]
     assert "tidewatch.txt" in out and "BOS" in out
 

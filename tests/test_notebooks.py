@@ -28,7 +28,7 @@ SAYS = {
         "150 -> 120",
     ],
     "03_speculative": ["7 accepted, then", "the target itself"],
-    "04_evaluation": ["perplexity 31.", "method: ", "a token  Moon.", "format=Q4_0"],
+    "04_evaluation": ["perplexity 31.", "disjoint windows of 512 tokens", "a token  Moon.", "format=Q4_0"],
 }
 """Lines that the prose around them counts on; the notebooks' own asserts hold the rest."""
 

@@ -173,6 +173,16 @@ class Tokenizer:
             ids.insert(0, self.bos_token_id)
         return ids
 
+    def ends(self, text: str) -> list[int]:
+        """Where the text of each token of `encode(text, add_bos=False)` ends in `text`, counted in characters.
+
+        Tokens that share a character end where it does; the last one ends the text.
+        """
+        ends: list[int] = []
+        for _, end in self._backend.encode(text, add_special_tokens=False).offsets:
+            ends.append(max(end, ends[-1] if ends else 0))
+        return [*ends[:-1], len(text)] if ends else []
+
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD, special tokens their own text."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)

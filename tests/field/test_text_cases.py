@@ -113,13 +113,17 @@ def test_bos__follows_the_setting_and_shows_in_the_result(tmp_path: Path, capsys
         result = perplexity(model, TEXT, bos=flag)
         shown = tiny.BOS if nlls is ours else None
         assert (result.bos, result.scored_tokens) == (shown, len(nlls))
-        assert result.method.endswith(", BOS" if nlls is ours else ", no BOS")
+        assert result.definition.endswith(", BOS" if nlls is ours else ", no BOS")
         assert result.mean_nll == pytest.approx(nlls.mean(), abs=1e-5)
         assert result.perplexity == pytest.approx(np.exp(nlls.mean()), rel=1e-5)
         arguments = ["--model", str(model.path), "--text", str(tmp_path / "text"), "--bos", option, "--json"]
         assert cli.main(["eval", *arguments]) == 0
         printed = json.loads(capsys.readouterr().out)
-        assert (printed["bos"], printed["method"], printed["mean_nll"]) == (shown, result.method, result.mean_nll)
+        assert (printed["bos"], printed["definition"], printed["mean_nll"]) == (
+            shown,
+            result.definition,
+            result.mean_nll,
+        )
 
 
 def test_prefix__is_bos_and_never_eos(tiny_model: pf.Model, tmp_path: Path) -> None:
@@ -149,7 +153,7 @@ def test_windows__score_every_token_once_as_the_method_says(window: int, tiny_mo
     result = perplexity(tiny_model, TEXT, window)
     np.testing.assert_allclose(token_nlls(tiny_model, sequence[1:], window), expected, atol=1e-5)
     assert (result.scored_tokens, result.window) == (50, window)
-    assert f"disjoint windows of {window} tokens" in result.method
+    assert f"disjoint windows of {window} tokens" in result.definition
     assert result.mean_nll == pytest.approx(np.mean(expected), abs=1e-5)
 
 
