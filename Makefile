@@ -1,6 +1,6 @@
 # make demo   everything from nothing: environment, library, model; then a real run
 # make test   everything the tests need, then the tests
-# Also: setup lib bench lint clean. Each target does what it needs first.
+# Also: setup lib bench notebooks lint clean. Each target does what it needs first.
 
 BUILD   := build
 VENV    := .venv
@@ -155,6 +155,10 @@ softmetal-packages:
 bench: setup lib $(MODEL)
 	$(VENV)/bin/pyferrum bench --model $(MODEL)
 
+# Scripts are what people edit; each has a notebook beside it, and the tests run them.
+notebooks: $(VENV)/dev
+	$(VENV)/bin/jupytext --quiet --to ipynb --update notebooks/*.py
+
 CPP_FILES := $(shell find native -name '*.h' -o -name '*.cpp')
 lint: $(VENV)/dev lib
 	$(VENV)/bin/ruff check .
@@ -171,4 +175,4 @@ clean:
 	rm -rf $(BUILD) $(VENV) dist pyferrum/_libs pyferrum/_cdef.py
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
-.PHONY: lib setup demo test bench lint format clean
+.PHONY: lib setup demo test bench notebooks lint format clean

@@ -7,6 +7,7 @@ from pyferrum import _random as random
 from pyferrum import evaluate, rope
 from pyferrum.array import Array, array, block_until_ready
 from pyferrum.attention import Ragged, causal_attention
+from pyferrum.beam_search import Beam, beam_search
 from pyferrum.config import AttentionConfig
 from pyferrum.device import Device, arena_stats, default_device, device_info
 from pyferrum.dflash2 import (
@@ -47,6 +48,7 @@ __all__ = [
     "Array",
     "AttentionConfig",
     "AttentionWeights",
+    "Beam",
     "BlockArray",
     "CheckpointError",
     "DFlash2Ring",
@@ -70,6 +72,7 @@ __all__ = [
     "arena_stats",
     "argmax",
     "array",
+    "beam_search",
     "bfloat16",
     "block_array",
     "block_until_ready",
