@@ -8,10 +8,7 @@ machine meets all of them. Ratios are medians over the rounds, not quotients of 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -20,7 +17,9 @@ from importlib import resources, util
 from pathlib import Path
 from typing import Any
 
+import pyferrum as pf
 from benchmarks import files
+from pyferrum.demo_model import fetch
 
 PREFILL, DECODE = (128, 512, 2048), (32, 1024)
 """Tokens of a prompt, and tokens before those that are decoded."""
@@ -60,7 +59,7 @@ def interpreters(arguments: argparse.Namespace) -> dict[str, str]:
     ):
         if option or util.find_spec(module):
             found[engine] = option or sys.executable
-    chosen = arguments.engines or found
+    chosen = arguments.engines or [engine for engine in found if engine != "mlx"]
     for engine in chosen:
         if engine not in found:
             raise SystemExit(f"{engine}: not installed here; pip install '.[peers]', or name a Python that has it")
@@ -100,15 +99,23 @@ def summary(row: dict[str, Any], first: str) -> dict[str, Any]:
     return result
 
 
-def show(name: str, row: dict[str, Any], result: dict[str, Any]) -> None:
+def header(engines: list[str]) -> None:
+    """The head of the table, in Markdown."""
+    cells = ["file", "threads", "row", *engines, *(f"× {engine}" for engine in engines[1:])]
+    print("| " + " | ".join(cells) + " |\n" + "|---" * len(cells) + "|", flush=True)
+
+
+def show(engines: list[str], cells: list[str], row: dict[str, Any], result: dict[str, Any]) -> None:
     """A line of the table."""
-    cells = [f"{name:<34}"]
-    for at, (engine, s) in enumerate(result.items()):
-        cells.append(f"{engine} {s['median']:>7.1f} ({s['low']:.0f}-{s['high']:.0f})")
-        if at:
-            cells.append(f"× {s['ratio']:.2f} ({s['ratio_low']:.2f}-{s['ratio_high']:.2f})")
-    different = "" if len(set(row["best"].values())) == 1 else f"  next tokens differ: {row['best']}"
-    print("  ".join(cells) + different, flush=True)
+    cells = list(cells)
+    for engine in engines:
+        s = result.get(engine)
+        cells.append("" if s is None else f"{s['median']:.1f} ({s['low']:.0f}–{s['high']:.0f})")
+    for engine in engines[1:]:
+        s = result.get(engine)
+        cells.append("" if s is None else f"{s['ratio']:.2f} ({s['ratio_low']:.2f}–{s['ratio_high']:.2f})")
+    different = "" if len(set(row["best"].values())) == 1 else f" next tokens differ: {row['best']}"
+    print("| " + " | ".join(cells) + " |" + different, flush=True)
 
 
 def measure_speed(
@@ -132,7 +139,7 @@ def measure_speed(
         for label, work, command in commands:
             row = rounds(processes, work, arguments.budget, command)
             result = summary(row, processes[0].engine)
-            show(f"{name} threads {threads} {label}", row, result)
+            show(list(pythons), [name, str(threads), label], row, result)
             results.append({"file": name, "threads": threads, "row": label, **row, "summary": result})
     finally:
         for process in processes:
@@ -169,38 +176,26 @@ def measure_start(
                     "warm_token_s": statistics.median(warm_step), "peak_bytes": peak, "imports_bytes": before,
                 }
             )  # fmt: skip
-    for engine in pythons:
-        rows = [r for r in results if r["engine"] == engine]
-        if rows:
-            m = {key: statistics.median(r[key] for r in rows) for key in rows[0] if key.endswith(("_s", "_bytes"))}
-            print(
-                f"{name} threads {threads} {engine}: load {m['load_s']:.3f} s; first prompt of 32 "
-                f"{1e3 * m['first_prompt_s']:.1f} ms, warm {1e3 * m['warm_prompt_s']:.1f} ms; first token "
-                f"{1e3 * m['first_token_s']:.1f} ms, warm {1e3 * m['warm_token_s']:.1f} ms; peak memory "
-                f"{m['peak_bytes'] / 1e6:.0f} MB, of which {m['imports_bytes'] / 1e6:.0f} MB before loading",
-                flush=True,
-            )
     return results
 
 
-def machine() -> dict[str, Any]:
-    """Where this ran."""
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        name = next((x.split(":")[1].strip() for x in cpuinfo.read_text().splitlines() if "model name" in x), name)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    root = Path(__file__).parent.parent
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True)
-    return {
-        "processor": name, "cores": cores,
-        "system": platform.platform(), "python": platform.python_version(), "commit": commit.stdout.strip(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }  # fmt: skip
+def show_starts(rows: list[dict[str, Any]]) -> None:
+    """Medians of the fresh processes, as a table in Markdown."""
+    print("\n| file | threads | engine | load, s | first prompt of 32 (warm), ms | first token (warm), ms "
+          "| peak memory (before loading), MB |\n|---|---|---|---|---|---|---|")  # fmt: skip
+    for file, threads, engine in dict.fromkeys((r["file"], r["threads"], r["engine"]) for r in rows):
+        same = [r for r in rows if (r["file"], r["threads"], r["engine"]) == (file, threads, engine)]
+        m = {key: statistics.median(r[key] for r in same) for key in rows[0] if key.endswith(("_s", "_bytes"))}
+        print(
+            f"| {file} | {threads} | {engine} | {m['load_s']:.3f} | {1e3 * m['first_prompt_s']:.1f} "
+            f"({1e3 * m['warm_prompt_s']:.1f}) | {1e3 * m['first_token_s']:.1f} ({1e3 * m['warm_token_s']:.1f}) "
+            f"| {m['peak_bytes'] / 1e6:.0f} ({m['imports_bytes'] / 1e6:.0f}) |"
+        )
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """The options."""
+    command.add_argument("--model", type=Path, help="a GGUF file in Q4_1; the demonstration model if not given")
     command.add_argument("--formats", nargs="+", default=["Q4_1"], metavar="F", help=f"of {' '.join(files.FORMATS)}")
     command.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     command.add_argument("--prefill", nargs="*", type=int, default=list(PREFILL), help="lengths of prompts")
@@ -209,7 +204,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--budget", type=float, default=8.0, help="seconds a row; three rounds at least")
     command.add_argument("--starts", type=int, default=3, help="fresh processes for load time and memory; 0 for none")
     command.add_argument(
-        "--engines", nargs="+", help="pyferrum llama.cpp torch mlx; all that are installed if not given"
+        "--engines",
+        nargs="+",
+        help="of pyferrum llama.cpp torch mlx; if not given, what is installed, but not mlx, which takes minutes here",
     )
     command.add_argument("--llama-python", help="a Python that has llama-cpp-python, if this one has not")
     command.add_argument("--torch-python", help="a Python that has torch and transformers")
@@ -218,8 +215,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure, print, and give the numbers."""
-    import pyferrum as pf
-
+    arguments.model = arguments.model or fetch()
     pythons = interpreters(arguments)
     text = resources.files("pyferrum").joinpath("data/tidewatch.txt").read_text()
     tokens = pf.load(arguments.model).tokenizer.encode(text, add_bos=False)
@@ -231,11 +227,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         versions[engine] = process.version
         process.close()
         print(f"{engine}: {versions[engine]}")
-    print(f"\nTokens a second: median (range) of interleaved rounds; × is {next(iter(pythons))} over that engine\n")
+    print(f"\nTokens a second, median (range) of interleaved rounds; × is {next(iter(pythons))} over that engine\n")
+    header(list(pythons))
     result: dict[str, Any] = {"engines": versions, "speed": [], "start": []}
-    for name in arguments.formats:
-        for threads in arguments.threads:
-            result["speed"] += measure_speed(arguments, pythons, name, threads, tokens)
-            if arguments.starts:
-                result["start"] += measure_start(arguments, pythons, name, threads, tokens)
+    cases = [(name, threads) for name in arguments.formats for threads in arguments.threads]
+    for name, threads in cases:
+        result["speed"] += measure_speed(arguments, pythons, name, threads, tokens)
+    for name, threads in cases if arguments.starts else ():
+        result["start"] += measure_start(arguments, pythons, name, threads, tokens)
+    if result["start"]:
+        show_starts(result["start"])
     return result

@@ -124,21 +124,25 @@ class _Torch:
         self.torch, self.cache_of = torch, transformers.DynamicCache
         torch.set_num_threads(threads)
         torch.set_grad_enabled(False)
+        transformers.utils.logging.disable_progress_bar()
         self.model = transformers.LlamaForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
 
     def prefill(self, tokens: list[int]) -> np.ndarray[Any, Any]:
-        self.cache, self.length = self.cache_of(), len(tokens)
+        self.cache, self.steps = self.cache_of(), 0
         return self._forward(tokens)
 
     def rewind(self) -> None:
-        self.cache.crop(self.length)
+        if self.steps:
+            self.cache.crop(-self.steps)
+        self.steps = 0
 
     def step(self, token: int) -> np.ndarray[Any, Any]:
+        self.steps += 1
         return self._forward([token])
 
     def _forward(self, tokens: list[int]) -> np.ndarray[Any, Any]:
         ids = self.torch.tensor([tokens])
-        return self.model(ids, past_key_values=self.cache, logits_to_keep=1).logits[0, 0].float().numpy()
+        return self.model(ids, cache=self.cache, logits_to_keep=1).logits[0, 0].float().numpy()
 
 
 class _Mlx:
@@ -158,9 +162,10 @@ class _Mlx:
         mx.set_default_device(mx.cpu)
         self.mx, self.caches = mx, cache
         self.model, _ = load_model(Path(path))
+        mx.eval(self.model.parameters())
 
     def prefill(self, tokens: list[int]) -> np.ndarray[Any, Any]:
-        self.cache, self.length, self.steps = self.caches.make_prompt_cache(self.model), len(tokens), 0
+        self.cache, self.steps = self.caches.make_prompt_cache(self.model), 0
         return self._forward(tokens)
 
     def rewind(self) -> None:

@@ -112,7 +112,7 @@ def _random(source: gguf.GGUFReader, kind: GGMLQuantizationType) -> Iterator[Ten
 
 
 def hf_folder(demo: Path) -> Path:
-    """The demonstration model dequantised to bfloat16 as a Hugging Face folder, for torch and MLX."""
+    """A GGUF file's weights in bfloat16 as a Hugging Face folder, for torch and MLX; no tokenizer."""
     from ml_dtypes import bfloat16
     from safetensors.numpy import save_file
 
@@ -137,8 +137,8 @@ def hf_folder(demo: Path) -> Path:
                 wide = wide.reshape(heads[stem], -1, 2, wide.shape[1]).swapaxes(1, 2).reshape(wide.shape)
             name = f"model.layers.{layer}.{names[stem]}.weight"
         else:
-            name = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}[tensor.name.split(".")[0]]
-            name += ".weight"
+            outer = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+            name = outer[tensor.name.removesuffix(".weight")] + ".weight"
         tensors[name] = np.ascontiguousarray(wide).astype(bfloat16)
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = {
@@ -147,7 +147,8 @@ def hf_folder(demo: Path) -> Path:
         "num_hidden_layers": read["llama.block_count"], "num_attention_heads": heads["attn_q"],
         "num_key_value_heads": heads["attn_k"], "rms_norm_eps": read["llama.attention.layer_norm_rms_epsilon"],
         "rope_theta": read["llama.rope.freq_base"], "max_position_embeddings": read["llama.context_length"],
-        "vocab_size": len(read["tokenizer.ggml.tokens"]), "tie_word_embeddings": True, "bos_token_id": 1,
+        "vocab_size": len(tensors["model.embed_tokens.weight"]), "bos_token_id": 1,
+        "tie_word_embeddings": "lm_head.weight" not in tensors,
         "eos_token_id": 2,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
