@@ -22,7 +22,7 @@ import numpy as np
 
 import pyferrum as pf
 from benchmarks.files import random_blocks
-from pyferrum.formats import FORMATS
+from pyferrum.formats import DTYPES, FORMATS
 
 
 def median_seconds(call: Callable[[int], Any], budget: float, least: int = 5) -> float:
@@ -72,18 +72,16 @@ def limits(threads: int, megabytes: int) -> dict[str, float]:
     return result
 
 
-def matrix(name: str, width: int, rng: np.random.Generator, device: pf.Device) -> tuple[Any, int]:
-    """A square matrix in a format, and its bytes."""
-    if name in ("F32", "F16", "BF16"):
-        x = rng.standard_normal((width, width), np.float32) / 64
-        array = pf.array(x, dtype={"F32": np.float32, "F16": np.float16, "BF16": pf.bfloat16}[name], device=device)
-        return array, array.nbytes
+def matrices(name: str, width: int, megabytes: int, rng: np.random.Generator, device: pf.Device) -> list[Any]:
+    """A square matrix in a format, as many times in memory as make up so many MiB, and once more."""
+    x = rng.standard_normal((width, width), np.float32) / np.sqrt(width)
+    if name in DTYPES:
+        data = x.astype(DTYPES[name])
+        return [pf.array(data, device=device) for _ in range((megabytes << 20) // data.nbytes + 1)]
     kind = gguf.GGMLQuantizationType[name]
-    if name.endswith("_K"):
-        data = random_blocks(kind, width, width, rng)
-    else:
-        data = gguf.quants.quantize(rng.standard_normal((width, width), np.float32) / 64, kind)
-    return pf.block_array(data, name, (width, width), device=device), data.nbytes
+    data = random_blocks(kind, width, width, rng) if name.endswith("_K") else gguf.quants.quantize(x, kind)
+    count = (megabytes << 20) // data.nbytes + 1
+    return [pf.block_array(data, name, (width, width), device=device) for _ in range(count)]
 
 
 def linear(
@@ -91,15 +89,15 @@ def linear(
 ) -> Iterator[dict[str, Any]]:
     """`linear` over matrices of one format, taken in turn, that are more than the caches hold."""
     rng = np.random.default_rng(0)
-    first, size = matrix(name, width, rng, device)
-    matrices = [first, *(matrix(name, width, rng, device)[0] for _ in range((megabytes << 20) // size))]
+    weights = matrices(name, width, megabytes, rng, device)
+    size = weights[0].nbytes
     for count in rows:
         x = pf.array(rng.standard_normal((count, width)).astype(np.float16), device=device)
 
         def call(i: int, x: Any = x) -> None:
-            pf.linear(x, matrices[i % len(matrices)]).block_until_ready()
+            pf.linear(x, weights[i % len(weights)]).block_until_ready()
 
-        seconds = median_seconds(call, budget, least=len(matrices) if count == 1 else 5)
+        seconds = median_seconds(call, budget, least=len(weights) if count == 1 else 5)
         yield {
             "function": "linear", "format": name, "rows": count, "us": 1e6 * seconds,
             "gb_s": size / seconds / 1e9, "gop_s": 2 * count * width * width / seconds / 1e9,
