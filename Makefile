@@ -152,8 +152,10 @@ softmetal-packages:
 	elif sudo -n true 2>/dev/null; then sudo apt-get update -qq && sudo apt-get install -y -qq $(SOFTMETAL_PACKAGES) >/dev/null; \
 	else echo "the tests need these packages: $(SOFTMETAL_PACKAGES)" >&2; exit 1; fi
 
+# Options of `python -m benchmarks compare`, such as COMPARE="--llama-python PATH --formats Q4_1 Q8_0".
 bench: setup lib $(MODEL)
-	$(VENV)/bin/pyferrum bench --model $(MODEL)
+	$(VENV)/bin/python -m benchmarks --json $(BUILD)/bench-compare.json compare $(COMPARE)
+	$(VENV)/bin/python -m benchmarks --json $(BUILD)/bench-kernels.json kernels
 
 # Scripts are what people edit; each has a notebook beside it, and the tests run them.
 notebooks: $(VENV)/dev

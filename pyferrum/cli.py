@@ -19,6 +19,7 @@ import pyferrum as pf
 from pyferrum import cli_eval
 from pyferrum._show import show
 from pyferrum.models.llama import LlamaParams
+from pyferrum.speculative import plain_tps
 
 
 def _load(arguments: argparse.Namespace) -> pf.Model:
@@ -47,17 +48,22 @@ def run(arguments: argparse.Namespace) -> None:
         drafter = pf.load_draft(arguments.draft_model, model)
         block = arguments.num_draft_tokens and arguments.num_draft_tokens + 1
         steps = pf.speculative_generate(model, drafter, prompt, block=block, temperature=arguments.temp, **options)
-    text, last = "", None
+    text, last, places = "", None, []
     for last in steps:
         text += last.text
+        places.append((last.state, last.token))
         if not arguments.json:
             print(last.text, end="", flush=True)
     assert last is not None  # at least one token was asked for
+    plain = None
+    if isinstance(last, pf.SpeculativeResponse) and last.histogram:
+        sampling = {name: getattr(arguments, name) for name in ("temp", "top_p", "top_k", "min_p")}
+        plain = plain_tps(model, *places[len(places) // 2 - 1], **sampling)
     if arguments.json:
         fields = ("prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "peak_memory")
         result = {name: getattr(last, name) for name in fields}
         if isinstance(last, pf.SpeculativeResponse):
-            result["accepted_histogram"] = last.histogram
+            result |= {"accepted_histogram": last.histogram, "plain_tps": plain}
         print(json.dumps({"text": text, **result, "finish_reason": last.finish_reason}))
         return
     print()
@@ -66,11 +72,12 @@ def run(arguments: argparse.Namespace) -> None:
         f"{last.generation_tps:.1f} tokens/s; peak memory {last.peak_memory:.2f} GB]",
         file=sys.stderr,
     )
-    if isinstance(last, pf.SpeculativeResponse) and last.histogram:
+    if isinstance(last, pf.SpeculativeResponse) and plain is not None:
         rounds = sum(last.histogram.values())
         mean = sum(accepted * count for accepted, count in last.histogram.items()) / rounds
         print(
-            f"[{rounds} rounds, {mean:.2f} drafts accepted in each: {dict(sorted(last.histogram.items()))}]",
+            f"[{rounds} rounds, {mean:.2f} drafts accepted in each: {dict(sorted(last.histogram.items()))}; plain "
+            f"decoding {plain:.1f} tokens/s in this run, drafting {last.generation_tps / plain:.2f} times that]",
             file=sys.stderr,
         )
 

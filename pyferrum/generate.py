@@ -50,9 +50,12 @@ def prompt_tokens(model: Model, prompt: Prompt, *, continued: bool = False) -> l
     if isinstance(prompt, str):
         return model.tokenizer.encode(prompt, add_bos=False if continued else None)
     messages = [entry for entry in prompt if isinstance(entry, Mapping)]
-    if messages:
-        return model.tokenizer.encode_chat(messages)
-    return [int(token) for token in prompt if not isinstance(token, Mapping)]
+    tokens = [int(token) for token in prompt if not isinstance(token, Mapping)]
+    if messages and tokens:
+        raise InvalidArgument(
+            f"prompt: expected chat messages or token ids, got {len(messages)} messages and {len(tokens)} ids"
+        )
+    return model.tokenizer.encode_chat(messages) if messages else tokens
 
 
 def generate(

@@ -19,7 +19,7 @@ import numpy as np
 from pyferrum import _random as random
 from pyferrum.dflash2 import MAX_LANES, MAX_ROWS
 from pyferrum.errors import InvalidArgument
-from pyferrum.generate import GenerationResponse, Prompt, peak_memory, prompt_tokens
+from pyferrum.generate import GenerationResponse, Prompt, generate, peak_memory, prompt_tokens
 from pyferrum.models.draft import Drafter, Proposal
 from pyferrum.models.model import PREFILL_CHUNK, Model, ModelState
 from pyferrum.sampling import Sampling, log_softmax
@@ -143,6 +143,28 @@ def speculative_generate_batch(
     ends = frozenset() if ignore_eos else model.tokenizer.eos_token_ids
     decoding = _Decoding(model, drafter, sampling, rows, max_tokens, ends, keys[-1])
     return decoding.run(encoded, keys[:-1], chunk)
+
+
+def plain_tps(model: Model, state: ModelState, token: int, *, tokens: int = 16, **sampling: Any) -> float:
+    """Tokens per second of plain decoding from a step of a run, to put beside its `generation_tps`.
+
+    States are immutable, so this takes nothing from the run.
+
+    Args:
+        model: the target.
+        state: of a step; the middle one stands for the run, because a token takes longer the more come before it.
+        token: of the same step.
+        tokens: how many to time at most.
+        sampling: temp, top_p, top_k and min_p, as in `generate`.
+
+    Raises:
+        InvalidArgument: `tokens` is less than 1, or the model's context has no room behind the state.
+    """
+    count = min(tokens, model.config.attention.maximum_context_tokens - state.length)
+    start = time.perf_counter()
+    for _ in generate(model, [token], state=state, max_tokens=count, ignore_eos=True, **sampling):
+        pass
+    return count / (time.perf_counter() - start)
 
 
 class _Decoding:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -93,8 +95,6 @@ def write_draft(
 
 def parsed(config: Mapping[str, Any], target: pf.Model | None = None) -> dflash.DFlashConfig:
     """What the loader makes of a config.json."""
-    from types import SimpleNamespace
-
     files: Any = SimpleNamespace(path="config", config=config, tensors={})
     return dflash_files.hf_config(files, target.config.vocabulary if target else 248320)
 
@@ -188,4 +188,60 @@ class Itself:
                 chosen.append(pf.random.categorical(draw, q[-1]))
                 at, logits = self.model.forward(at, chosen[-1:], last_only=True)
             result.append(pf.Proposal(chosen, np.tile(np.arange(len(q[0])), (rows - 1, 1)), np.array(q)))
+        return result
+
+
+class Chain:
+    """A target of six tokens whose logits are random numbers of the last one: what the loop asks of a model."""
+
+    size = 6
+    tokenizer = SimpleNamespace(eos_token_ids=frozenset(), stream=lambda: SimpleNamespace(push=str, flush=str))
+    config = SimpleNamespace(attention=SimpleNamespace(maximum_context_tokens=1 << 40))
+
+    def __init__(self, seed: int) -> None:
+        self.rows = np.random.default_rng(seed).standard_normal((self.size, self.size)).astype(np.float32)
+
+    @dataclass(frozen=True)
+    class State:
+        length: int = 0
+
+        def truncate(self, length: int) -> Chain.State:
+            return Chain.State(length)
+
+    def init_state(self) -> Chain.State:
+        return Chain.State()
+
+    def forward(self, state: Any, tokens: Any, *, last_only: bool = False, chunk: int = 512, taps: Any = None) -> Any:
+        if isinstance(state, list):
+            pairs = [self.forward(s, t) for s, t in zip(state, tokens, strict=True)]
+            return [s for s, _ in pairs], [rows for _, rows in pairs]
+        rows = self.rows[np.asarray(tokens)]
+        return Chain.State(state.length + len(tokens)), rows[-1:] if last_only else rows
+
+
+class ChainDrafter:
+    """Another chain over the first four tokens, which draws its drafts one after another."""
+
+    taps: tuple[int, ...] = ()
+    block_size = 6
+
+    def __init__(self, seed: int) -> None:
+        rows = np.random.default_rng(seed).standard_normal((Chain.size, 4))
+        self.q = np.array([Sampling(1.0).probabilities(row) for row in rows])
+
+    def init_state(self, lanes: int) -> None:
+        return None
+
+    def extend(self, state: None, tokens: Any, features: Any) -> None:
+        return None
+
+    def propose(self, state: None, anchors: Any, rows: int, temperature: float, key: Any) -> list[pf.Proposal]:
+        result = []
+        for token, uniforms in zip(anchors, pf.random.uniform(key, (len(anchors), rows - 1)), strict=True):
+            tokens, q = [], []
+            for u in uniforms:
+                q.append(self.q[token])
+                token = min(int(np.searchsorted(np.cumsum(q[-1]), u, side="right")), 3)
+                tokens.append(token)
+            result.append(pf.Proposal(tokens, np.tile(np.arange(4), (rows - 1, 1)), np.array(q)))
         return result

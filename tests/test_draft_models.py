@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,16 @@ def test_load__every_spelling_gives_the_same_model(target: pf.Model, tmp_path: P
     assert results == [results[0]] * 4
     overridden = pf.load_draft(tmp_path / "a", target, target_layers=[0, 1])
     assert overridden.taps == (0, 1)
+
+
+def test_load__logs_every_resolved_setting_once(
+    target: pf.Model, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="pyferrum"):
+        model = load(tmp_path, target, second=True)
+    [line] = [record.getMessage() for record in caplog.records if "draft model" in record.getMessage()]
+    for field in fields(model.config):
+        assert f"{field.name}={getattr(model.config, field.name)!r}" in line
 
 
 # ---- Taps

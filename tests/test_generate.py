@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -104,3 +105,9 @@ def test_random__categorical_follows_its_probabilities() -> None:
     np.testing.assert_allclose(counts / len(draws), p, atol=0.015)
     with pytest.raises(pf.InvalidArgument, match="probabilities"):
         pf.random.categorical(pf.random.key(0), [0.0, 0.0])
+
+
+def test_prompt__of_ids_and_messages_mixed_is_refused(model: pf.Model) -> None:
+    mixed: Any = [1, {"role": "user", "content": "hello"}, 2]
+    with pytest.raises(pf.InvalidArgument, match="prompt: expected chat messages or token ids, got 1 messages and 2"):
+        pf.generate(model, mixed)

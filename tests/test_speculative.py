@@ -1,14 +1,14 @@
 """Speculative decoding gives what plain decoding gives: token for token, or in distribution.
 
-PYFERRUM_FULL=1 runs SmolLM2 over 20 prompts of 200 tokens, every block size; without it a sample of that.
+SmolLM2 here is a sample; `python -m tests.lossless` runs it over 20 prompts of 200 tokens and every block size.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-import os
-from importlib import resources
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,13 +20,11 @@ import pyferrum as pf
 from pyferrum.cli import main
 from pyferrum.models.draft import Proposal
 from pyferrum.sampling import Sampling
-from pyferrum.speculative import _Decoding
-from tests import tiny
-from tests.drafts import Itself, Scripted, settings, write_draft
+from pyferrum.speculative import _Decoding, plain_tps
+from tests import lossless, tiny
+from tests.drafts import Chain, ChainDrafter, Itself, Scripted, settings, write_draft
 
-FULL = os.environ.get("PYFERRUM_FULL") == "1"
-PROMPTS, TOKENS = (20, 200) if FULL else (3, 24)
-BLOCKS = tuple(range(2, 17)) if FULL else (2, 5, 16)
+PROMPTS, TOKENS, BLOCKS = 3, 24, (2, 5, 16)
 
 
 @pytest.fixture(scope="module")
@@ -34,28 +32,14 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> pf.Model:
     return pf.load(tiny.write_tiny(tmp_path_factory.mktemp("target")))
 
 
-@pytest.fixture(scope="module")
-def prompts(model: pf.Model) -> list[list[int]]:
-    text = resources.files("pyferrum").joinpath("data/tidewatch.txt").read_text()
-    tokens = model.tokenizer.encode(text, add_bos=False)
-    return [tokens[i * 70 : i * 70 + 9 + 2 * i] for i in range(PROMPTS)]
-
-
-@pytest.fixture(scope="module")
-def plain(model: pf.Model, prompts: list[list[int]]) -> list[list[Any]]:
-    """What decoding one token at a time gives: (token, log-probabilities)."""
-    return [[(s.token, s.logprobs) for s in pf.generate(model, p, max_tokens=TOKENS, ignore_eos=True)] for p in prompts]
-
-
 def drafter_for(model: pf.Model, folder: Path, second: bool, **options: Any) -> pf.DraftModel:
     config = settings(model.config.hidden_size, second=second, **options)
     return pf.load_draft(write_draft(folder, model, config=config), model)
 
 
-def check(steps: list[pf.SpeculativeResponse], expected: list[Any]) -> None:
-    assert [s.token for s in steps] == [token for token, _ in expected]
-    for step, (_, logprobs) in zip(steps, expected, strict=True):
-        np.testing.assert_array_equal(step.logprobs, logprobs)
+def check(steps: list[pf.SpeculativeResponse], expected: lossless.Steps) -> None:
+    """Responses made within `lossless.digests`."""
+    assert [(s.token, s.logprobs) for s in steps] == expected
     assert [s.generation_tokens for s in steps] == list(range(1, len(steps) + 1))
     assert steps[-1].finish_reason == "length"
 
@@ -63,39 +47,50 @@ def check(steps: list[pf.SpeculativeResponse], expected: list[Any]) -> None:
 # ---- Greedy: plain output, bit for bit
 
 
-@pytest.mark.parametrize("kind", ["random, DFlash", "random, DFlash 2", "right", "wrong"])
+@pytest.fixture(scope="module")
+def plain(model: pf.Model) -> list[tuple[list[int], lossless.Steps]]:
+    return [(prompt, lossless.plain(model, prompt, TOKENS)) for prompt in lossless.prompts(model, PROMPTS)]
+
+
+@pytest.mark.parametrize("kind", lossless.DRAFTERS)
 def test_greedy__is_plain_greedy_for_any_drafter_and_block(
-    model: pf.Model, prompts: list[list[int]], plain: list[list[Any]], kind: str, tmp_path: Path
+    model: pf.Model, plain: list[tuple[list[int], lossless.Steps]], kind: str, tmp_path: Path
 ) -> None:
-    draft = drafter_for(model, tmp_path, "2" in kind, target_layer_ids=[3, 20]) if "random" in kind else None
-    for prompt, expected in zip(prompts, plain, strict=True):
-        known = [token for token, _ in expected]
-        drafter = draft or Scripted([known], [len(prompt)], wrong=int(kind == "wrong"))
+    drafter = lossless.drafter_for(kind, model, tmp_path)
+    for prompt, expected in plain:
         for block in BLOCKS:
             chunk = (512, 1, 4, 7)[block % 4]
-            steps = list(
-                pf.speculative_generate(
-                    model, drafter, prompt, block=block, max_tokens=TOKENS, ignore_eos=True, chunk=chunk
-                )
-            )
-            check(steps, expected)
-            if kind == "right":
-                assert all(s.accepted == s.drafted for s in steps)
-            if kind == "wrong":
-                assert not any(s.accepted for s in steps)
-                assert set(steps[-1].histogram) <= {0}
+            first, histogram = lossless.compare(model, drafter, prompt, expected, block, chunk)
+            assert first is None
+            assert lossless.expected_counts(kind, histogram, block, TOKENS)
 
 
 def test_greedy__every_block_size_and_chunking_on_a_small_model(target: pf.Model, tmp_path: Path) -> None:
     drafts = [drafter_for(target, tmp_path / str(i), i == 1, windows=(24, None)[:2]) for i in range(2)]
     prompt = tiny.ids("A prompt of some length, cut in any way.")
-    expected = [(s.token, s.logprobs) for s in pf.generate(target, prompt, max_tokens=70, ignore_eos=True)]
-    for block in range(2, 17):
+    expected = lossless.plain(target, prompt, 50)
+    for chunk in range(1, len(prompt) + 1):
         for drafter in drafts:
-            steps = pf.speculative_generate(
-                target, drafter, prompt, block=block, max_tokens=70, ignore_eos=True, chunk=block * 3 % 41 + 1
-            )
-            check(list(steps), expected)
+            block = 2 + (chunk + 7 * (drafter is drafts[0])) % 15
+            assert lossless.compare(target, drafter, prompt, expected, block, chunk)[0] is None
+
+
+def test_lossless__finds_one_bit_of_one_logit(target: pf.Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison itself: a last bit of the logits changed in the verifying call, no token changed."""
+    prompt = tiny.ids("one bit")
+    expected = lossless.plain(target, prompt, 20)
+    assert lossless.compare(target, "right", prompt, expected, 5, 512)[0] is None
+    forward = type(target).forward
+
+    def changed(self: pf.Model, state: Any, tokens: Any, **options: Any) -> Any:
+        new, logits = forward(self, state, tokens, **options)
+        if isinstance(logits, list):
+            logits = [np.array(rows) for rows in logits]
+            logits[0].view(np.uint32)[3, 7] ^= 1
+        return new, logits
+
+    monkeypatch.setattr(type(target), "forward", changed)
+    assert lossless.compare(target, "right", prompt, expected, 5, 512)[0] == 4
 
 
 def test_greedy__lanes_are_what_they_are_alone(target: pf.Model, tmp_path: Path) -> None:
@@ -103,11 +98,31 @@ def test_greedy__lanes_are_what_they_are_alone(target: pf.Model, tmp_path: Path)
     texts = ["one", "a second prompt", "3", "the fourth of them is the longest"]
     together: list[list[pf.SpeculativeResponse]] = [[] for _ in texts]
     options: dict[str, Any] = {"max_tokens": 40, "block": 6, "ignore_eos": True}
-    for step in pf.speculative_generate_batch(target, drafter, [tiny.ids(t) for t in texts], **options):
-        together[step.lane].append(step)
+    with lossless.digests():
+        for step in pf.speculative_generate_batch(target, drafter, [tiny.ids(t) for t in texts], **options):
+            together[step.lane].append(step)
     for text, steps in zip(texts, together, strict=True):
-        plain = list(pf.generate(target, tiny.ids(text), max_tokens=40, ignore_eos=True))
-        check(steps, [(s.token, s.logprobs) for s in plain])
+        check(steps, lossless.plain(target, tiny.ids(text), 40))
+
+
+def test_docs__their_loop_is_plain_decoding(target: pf.Model, tmp_path: Path) -> None:
+    """The code of docs/dflash2.md, as it stands there."""
+    text = (tiny.ROOT / "docs/dflash2.md").read_text()
+    loop = text.split("## The loop")[1].split("\n\n`")[0].split("\nRolling back")[0]
+    drafter = drafter_for(target, tmp_path, True)
+    prompt = tiny.ids("As it is written")
+
+    def common_prefix(drafts: list[int], best: np.ndarray) -> int:
+        return next((i for i, d in enumerate(drafts) if d != best[i]), len(drafts))
+
+    names: dict[str, Any] = {
+        "model": target, "drafter": drafter, "prompt": prompt, "rows": 6, "key": pf.random.key(0), "taps": {0: 0, 1: 0},
+        "argmax": lambda logits: np.asarray(logits).argmax(axis=1).squeeze(), "common_prefix": common_prefix,
+        "features": lambda taps: np.concatenate([np.asarray(taps[0]), np.asarray(taps[1])], axis=1),
+    }  # fmt: skip
+    exec("def loop():\n" + loop, names)
+    ours = [int(token) for token in itertools.islice(names["loop"](), 60)]
+    assert ours == [token for token, _ in lossless.plain(target, prompt, 60)]
 
 
 def test_states__of_every_step_continue_as_the_sequence_did(target: pf.Model) -> None:
@@ -186,40 +201,84 @@ def test_context__of_every_round_is_a_fresh_drafter_over_the_accepted_tokens(
 # ---- Sampling
 
 
+@pytest.mark.parametrize("block", [2, 6, 16])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_drafter_that_is_the_target__is_accepted_in_full(target: pf.Model, temperature: float) -> None:
+def test_a_drafter_that_is_the_target__is_accepted_in_full(target: pf.Model, temperature: float, block: int) -> None:
     steps = pf.speculative_generate(
-        target, Itself(target), tiny.ids("me"), temperature=temperature, max_tokens=60, block=6, key=3, ignore_eos=True
-    )
+        target, Itself(target), tiny.ids("me"), temperature=temperature, max_tokens=60, block=block, key=3,
+        ignore_eos=True,
+    )  # fmt: skip
     assert all(s.accepted == s.drafted for s in steps)
 
 
-def test_accept__the_worked_example_and_the_marginals() -> None:
-    """p = (.5, .3, .2), q = (.2, .7, .1): accepted 0.6 of the time; what comes out follows p (FACTS C.6)."""
+def test_accept__the_worked_example() -> None:
+    """p = (.5, .3, .2), q = (.2, .7, .1): accepted 0.6 of the time, and the residual is (.75, 0, .25) (FACTS C.6)."""
     p, q = np.array([0.5, 0.3, 0.2, 0.0]), np.array([0.2, 0.7, 0.1, 0.0])
-    after = np.array([0.1, 0.2, 0.3, 0.4])
     decoding = _Decoding.__new__(_Decoding)
     sampling: Any = SimpleNamespace(temp=1.0, probabilities=lambda row: row)
     decoding.sampling = sampling
-    draws = 200_000 if FULL else 40_000
+    draws = 20_000
     lane: Any = SimpleNamespace(key=pf.random.key(1))
-    rng = np.random.default_rng(0)
-    candidates = np.arange(4)[None]
-    scores = np.array([p, after])
-    counts, behind, accepted = np.zeros(4), np.zeros(4), 0
-    seen = set()
-    for token in rng.choice(4, draws, p=q):
-        assert lane.key not in seen
-        seen.add(lane.key)
-        n, bonus = decoding._accept(lane, Proposal([int(token)], candidates, q[None]), scores)
+    counts, refused, accepted = np.zeros(4), np.zeros(4), 0
+    for token in np.random.default_rng(0).choice(4, draws, p=q):
+        draft = Proposal([int(token)], np.arange(4)[None], q[None])
+        n, bonus = decoding._accept(lane, draft, np.array([p, p]))
         accepted += n
         counts[token if n else bonus] += 1
-        behind[bonus] += n
+        refused[bonus] += not n
     assert abs(accepted / draws - 0.6) < 5 * np.sqrt(0.24 / draws)
-    for observed, expected in ((counts[:3], p[:3]), (behind, after)):
-        chi2 = ((observed - observed.sum() * expected) ** 2 / (observed.sum() * expected)).sum()
-        assert chi2 < 21  # 3 degrees of freedom: one in 9,000
-    assert counts[3] == 0
+    np.testing.assert_allclose(refused / refused.sum(), [0.75, 0, 0.25, 0], atol=0.03)
+    np.testing.assert_allclose(counts / draws, p, atol=0.02)
+
+
+@pytest.mark.parametrize(("draws", "temperature", "top_k"), [(200_000, 1.0, 0), (60_000, 1.4, 4)])
+def test_sampled__draws_follow_the_target(draws: int, temperature: float, top_k: int) -> None:
+    """χ² of what the whole loop emits, over a target of six tokens that knows the one before: six marginals of six.
+
+    The draft model is another chain, which never proposes two of the tokens; so drafts stand, fall in every place and
+    are drawn anew. Two lanes, blocks of six rows.
+    """
+    target: Any = Chain(seed=1)
+    last, counts, accepted = [0, 1], np.zeros((6, 6)), Counter[int]()
+    for step in pf.speculative_generate_batch(
+        target, ChainDrafter(seed=2), [[0], [1]], block=6, max_tokens=draws // 2, temperature=temperature, top_k=top_k,
+        key=7, ignore_eos=True,
+    ):  # fmt: skip
+        counts[last[step.lane], step.token] += 1
+        last[step.lane] = step.token
+        accepted[step.accepted] += 1
+    assert counts.sum() == draws and set(accepted) == set(range(6))
+    p = np.array([Sampling(temperature, top_k).probabilities(row) for row in target.rows])
+    assert counts[p == 0].sum() == 0
+    expected = counts.sum(axis=1, keepdims=True) * p
+    chi2 = ((counts - expected)[p > 0] ** 2 / expected[p > 0]).sum()
+    freedom = (p > 0).sum() - 6
+    assert chi2 < freedom + 5 * np.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_sampled__no_key_is_used_twice(
+    target: pf.Model, tmp_path: Path, second: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the drafts, of their acceptance, of what replaces them, and of what the keys are split from."""
+    used: Counter[pf.random.Key] = Counter()
+    generator = pf.random._generator
+
+    def watched(key: pf.random.Key) -> np.random.Generator:
+        used[key] += 1
+        return generator(key)
+
+    monkeypatch.setattr(pf.random, "_generator", watched)
+    drafter = drafter_for(target, tmp_path, second)
+    prompts = [tiny.ids(text) for text in ("a", "second", "a")]
+    steps = pf.speculative_generate_batch(
+        target, drafter, prompts, temperature=1.5, max_tokens=30, key=3, block=5, ignore_eos=True
+    )
+    last = [[], [], []]
+    for step in steps:
+        last[step.lane].append(step.token)
+    assert last[0] != last[2]  # the same prompt, but keys of its own
+    assert len(used) > 100 and set(used.values()) == {1}
 
 
 def test_sampled__second_token_follows_the_target(target: pf.Model, tmp_path: Path) -> None:
@@ -233,7 +292,7 @@ def test_sampled__second_token_follows_the_target(target: pf.Model, tmp_path: Pa
     for token in np.flatnonzero(first):
         _, logits = target.forward(state, [int(token)], last_only=True)
         expected += first[token] * sampling.probabilities(np.asarray(logits)[0])
-    draws = 4000 if FULL else 800
+    draws = 800
     counts = np.zeros_like(expected)
     for key in range(draws):
         steps = pf.speculative_generate(
@@ -298,5 +357,25 @@ def test_cli__drafts_and_says_how_it_went(target: pf.Model, tmp_path: Path, caps
     drafted = json.loads(capsys.readouterr().out)
     assert drafted["text"] == plain["text"]
     assert sum(drafted["accepted_histogram"].values()) > 0
-    assert main([*arguments[:-1], "--draft-model", str(tmp_path)]) == 0
-    assert "drafts accepted in each" in capsys.readouterr().err
+    assert drafted["plain_tps"] > 0 and "plain_tps" not in plain
+    assert main([*arguments[:-1], "--draft-model", str(tmp_path), "--top-k", "5", "--temp", "1"]) == 0
+    err = capsys.readouterr().err
+    assert "drafts accepted in each" in err and "plain decoding" in err and "times that" in err
+    assert main([*arguments[:-1], "--draft-model", str(tmp_path), "--max-tokens", "1"]) == 0
+    assert "plain decoding" not in capsys.readouterr().err
+
+
+def test_plain_tps__decodes_what_the_run_did_and_leaves_it_alone(target: pf.Model) -> None:
+    prompt = tiny.ids("How fast")
+    steps = list(pf.generate(target, prompt, max_tokens=10, ignore_eos=True))
+    assert plain_tps(target, steps[5].state, steps[5].token, tokens=3) > 0
+    assert [s.token for s in pf.generate(target, prompt, max_tokens=10, ignore_eos=True)] == [s.token for s in steps]
+    room = dataclasses.replace(
+        target.config, attention=dataclasses.replace(target.config.attention, maximum_context_tokens=len(prompt) + 6)
+    )
+    short = pf.Model(room, target.params, target.tokenizer, path=target.path, device=target.device)
+    state, _ = short.forward(short.init_state(), [*prompt, *(s.token for s in steps[:5])])
+    assert plain_tps(short, state, steps[5].token) > 0  # room for one
+    full, _ = short.forward(state, [steps[5].token])
+    with pytest.raises(pf.InvalidArgument, match="max_tokens: expected at least 1, got 0"):
+        plain_tps(short, full, 5)
