@@ -51,6 +51,8 @@ class KVState:
     @property
     def pages(self) -> int:
         """Pages of 64 KiB that this state shows; relatives may show them too."""
+        if self._length is None:
+            raise UnsupportedError("pages: not known while `jit` records a function, which runs for any length")
         return int(_native.state_describe(self.handle)["pages"])
 
     @property
