@@ -63,8 +63,9 @@ class Operation {
     }
 
     void check_indices(const char *name, const ferrum_tensor &t, uint64_t limit) {
-        check_index_range(op_, name, reinterpret_cast<Buffer *>(t.buffer), t.offset, t.shape[0], limit);
+        // First: it refuses values that will be others in a run, whatever they are now.
         if (Recorder *recorder = Recorder::on(device_)) recorder->check_indices(op_, name, t, limit);
+        check_index_range(op_, name, reinterpret_cast<Buffer *>(t.buffer), t.offset, t.shape[0], limit);
     }
 
    private:
