@@ -164,6 +164,7 @@ def test_out_of_pages__while_recording_leaves_nothing(no_leaks: None) -> None:
             gc.collect()
             assert device.arena_stats()["used_pages"] == 0
         state, _ = pf.causal_attention(state, x, weights)
+        device.arena_stats()  # waits
         del step, weights
 
 
