@@ -120,7 +120,7 @@ demo: setup lib $(MODEL)
 
 # On Linux the Metal device runs in software: its own Objective-C and shaders, the tables of cases of the CPU device, once
 # as it comes and once in exact mode.
-METAL_TESTS := tests/test_attention.py tests/test_dflash2.py tests/test_linear.py tests/test_ops.py tests/test_states.py
+METAL_TESTS := tests/test_attention.py tests/test_dflash2.py tests/test_jit.py tests/test_linear.py tests/test_ops.py tests/test_states.py
 METAL_PYTEST = PYFERRUM_DEVICE=metal $(VENV)/bin/python -m pytest -p no:faulthandler
 ON_METAL    := PYFERRUM_LIBRARY=$(SOFTMETAL_LIBRARY) $(METAL_PYTEST)
 # The shaders under AddressSanitizer with UBSan, and under ThreadSanitizer with a fiber per GPU thread. GNUstep's locks and

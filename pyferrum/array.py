@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from pyferrum import _native
 from pyferrum.device import Device, default_device
-from pyferrum.errors import InvalidArgument, StateError
+from pyferrum.errors import InvalidArgument, StateError, UnsupportedError
 from pyferrum.formats import DTYPES, FORMATS, NAMES, NUMBERS, Shape
 
 
@@ -159,7 +159,11 @@ class Array(DeviceArray):
         head = f"shape={list(self.shape)}, dtype={self.dtype}"
         if self._buffer is None:
             return f"Array(closed, {head})"
-        text = np.array2string(np.asarray(self), prefix="Array(", separator=", ", threshold=64, precision=5)
+        try:
+            host = np.asarray(self)
+        except UnsupportedError:  # while `jit` records; tracebacks and debuggers print what they find
+            return f"Array(recorded, {head})"
+        text = np.array2string(host, prefix="Array(", separator=", ", threshold=64, precision=5)
         return f"Array({text}, {head})"
 
 

@@ -8,6 +8,7 @@ will differ from run to run. docs/programs.md has the details.
 from __future__ import annotations
 
 import functools
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -19,7 +20,8 @@ from pyferrum import _native
 from pyferrum.array import Array, DeviceArray, array
 from pyferrum.config import AttentionConfig
 from pyferrum.device import Device, default_device
-from pyferrum.errors import InvalidArgument
+from pyferrum.errors import InvalidArgument, UnsupportedError
+from pyferrum.formats import NAMES
 from pyferrum.state import KVState
 
 PROGRAMS = 64
@@ -42,8 +44,12 @@ class Program:
 
         Raises:
             InvalidArgument: an input that is not like the recorded one, an index out of range, a context too long.
-            OutOfPages: the arena is full. Whatever is raised, nothing has changed.
+            OutOfPages: the arena is full.
+            StateError: a closed array, state or device.
+            Whatever is raised, no state has changed and no page is held.
         """
+        device = self.device
+        _ = device.handle  # a closed device runs nothing
         buffers, handles, lengths = _native.program_run(
             self.handle,
             [a.tensor for a in arrays],
@@ -51,11 +57,18 @@ class Program:
             len(self.arrays),
             len(self.states),
         )
-        device = self.device
         return (
             [Array(device, b, *like) for b, like in zip(buffers, self.arrays, strict=True)],
             [KVState(device, c, h, n) for c, h, n in zip(self.states, handles, lengths, strict=True)],
         )
+
+
+_thread = threading.local()
+
+
+def recording() -> bool:
+    """Whether this thread is inside `record`: calls are taken down already, and must not be recorded again."""
+    return getattr(_thread, "recording", False)
 
 
 Flat = Callable[[list[DeviceArray], list[KVState]], tuple[Sequence[DeviceArray], Sequence[KVState]]]
@@ -76,24 +89,24 @@ def record(
         (program, and what the function gave: arrays, states).
 
     Raises:
-        UnsupportedError: the function reads the values of an array or the length of a state, or calls something that
-            is not replayed.
+        UnsupportedError: the function reads the values of an array or the length of a state, calls something that is
+            not replayed, or gives what it did not make; or this thread is recording already.
     """
-    seen: set[int] = set()
-    own: list[DeviceArray] = []
-    for given in arrays:  # each input needs a buffer of its own to be told from the others
-        own.append(given if id(given.buffer) not in seen else array(np.asarray(given), device=device))
-        seen.add(id(given.buffer))
+    if recording():
+        raise UnsupportedError("jit: expected one recording at a time in a thread")
+    # What the function is given is known by its buffer or handle, so each input gets one of its own, over the same
+    # bytes. Whatever else the function knows is captured, even if it shares memory with an input.
+    own = [type(a)(device, _native.buffer_wrap(device.handle, a._bytes()), a.shape, a.format) for a in arrays]
     aliases = [KVState(device, s.config, _native.state_truncate(s.handle, s.length), None) for s in states]
-    _native.program_begin(device.handle, [a.tensor for a in own], [s.handle for s in aliases])
+    _native.program_abandon()  # one that a second interrupt left behind
     try:
+        _thread.recording = True
+        _native.program_begin(device.handle, [a.tensor for a in own], [s.handle for s in aliases])
         out_arrays, out_states = function(own, aliases)
-        # Views share a buffer: the program gives it once for each.
-        tensors = [a.tensor for a in out_arrays]
-        handle = _native.program_end(tensors, [s.handle for s in out_states])
-    except BaseException:
+        handle = _native.program_end([a.tensor for a in out_arrays], [s.handle for s in out_states])
+    finally:
+        _thread.recording = False
         _native.program_abandon()
-        raise
     likes = tuple((a.shape, a.format, a._offset) for a in out_arrays)
     program = Program(device, handle, likes, tuple(s.config for s in out_states))
     lengths = [_native.state_describe(s.handle)["length"] for s in out_states]
@@ -106,11 +119,13 @@ def jit(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Arguments and results are Arrays, BlockArrays, KVStates and NumPy arrays (which become Arrays), in tuples, lists,
     dicts and dataclasses of any depth; anything else is static, must be hashable, and selects a recording, as shapes,
-    formats and configurations do. The lengths of states do not: one recording serves a sequence as it grows. Arrays
-    that the function takes from outside are captured as they are.
+    formats, configurations and the device do. The lengths of states do not: one recording serves a sequence as it
+    grows. Arrays and states that the function takes from outside are captured as they are.
 
-    Inside, the values of arrays that depend on the arguments and the lengths of states are not known: asking for them
-    raises UnsupportedError, as do calls that are not replayed (DFlash 2 rings, KVState.append, truncate and keys).
+    Inside, the values of arrays that calls make and the lengths of states are not known: asking for them raises
+    UnsupportedError, as do calls that are not replayed (DFlash 2 rings, KVState.append, truncate and keys) and results
+    that are neither made by a call nor an argument. Called while another function is recorded, it becomes part of that
+    recording.
 
     Args:
         function: pure.
@@ -119,38 +134,50 @@ def jit(function: Callable[..., Any]) -> Callable[..., Any]:
         The function; results have the bits of the original's.
     """
     programs: OrderedDict[Any, tuple[Program, Any]] = OrderedDict()
+    lock = threading.Lock()
 
     @functools.wraps(function)
-    def jitted(*args: Any) -> Any:
+    def jitted(*args: Any, **kwargs: Any) -> Any:
         leaves: list[Any] = []
-        key = _flatten(args, leaves)
-        device = next((leaf.device for leaf in leaves), None) or default_device()
+        nest = _flatten((args, kwargs), leaves)
+        device = next((leaf.device for leaf in leaves if not isinstance(leaf, np.ndarray)), None) or default_device()
+        leaves = [array(leaf, device=device) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
+        if any(leaf.device is not device for leaf in leaves):
+            raise InvalidArgument("jit: expected arrays and states of one device")
         arrays = [leaf for leaf in leaves if isinstance(leaf, DeviceArray)]
         states = [leaf for leaf in leaves if isinstance(leaf, KVState)]
-        entry = programs.get(key)
+        if recording():
+            args, kwargs = _build(nest, iter(arrays), iter(states))
+            return function(*args, **kwargs)
+        key = device, nest
+        with lock:
+            entry = programs.get(key)
+            if entry is not None:
+                programs.move_to_end(key)
         if entry is None:
-            program, structure, new_arrays, new_states = _record(function, device, key, arrays, states)
-            programs[key] = program, structure
-            while len(programs) > PROGRAMS:
-                programs.popitem(last=False)
+            program, structure, new_arrays, new_states = _record(function, device, nest, arrays, states)
+            with lock:
+                programs[key] = program, structure
+                while len(programs) > PROGRAMS:
+                    programs.popitem(last=False)
         else:
-            programs.move_to_end(key)
             program, structure = entry
             new_arrays, new_states = program.run(arrays, states)
-        return _build(structure, iter(new_arrays), iter(new_states), arrays, states)
+        return _build(structure, iter(new_arrays), iter(new_states), (arrays, states))
 
     return jitted
 
 
-def _record(function: Callable[..., Any], device: Device, key: Any, arrays: list[Any], states: list[Any]) -> Any:
+def _record(function: Callable[..., Any], device: Device, nest: Any, arrays: list[Any], states: list[Any]) -> Any:
     structure: Any = None
 
     def flat(own: list[DeviceArray], aliases: list[KVState]) -> tuple[list[DeviceArray], list[KVState]]:
         nonlocal structure
-        result = function(*_build(key, iter(own), iter(aliases), [], []))
+        args, kwargs = _build(nest, iter(own), iter(aliases))
         made: list[Any] = []
         inputs = {id(v): ("input", kind, i) for kind, vs in enumerate((own, aliases)) for i, v in enumerate(vs)}
-        structure = _flatten(result, made, inputs)
+        structure = _flatten(function(*args, **kwargs), made, inputs)
+        made = [array(m, device=device) if isinstance(m, np.ndarray) else m for m in made]
         return [m for m in made if isinstance(m, DeviceArray)], [m for m in made if isinstance(m, KVState)]
 
     program, new_arrays, new_states = record(device, flat, arrays, states)
@@ -162,7 +189,8 @@ def _flatten(value: Any, leaves: list[Any], inputs: dict[int, Any] | None = None
     if inputs and id(value) in inputs:
         return inputs[id(value)]
     if isinstance(value, np.ndarray):
-        value = array(value)
+        leaves.append(value)
+        return "array", Array, value.shape, NAMES.get(value.dtype)
     if isinstance(value, DeviceArray):
         leaves.append(value)
         return "array", type(value), value.shape, value.format
@@ -174,16 +202,18 @@ def _flatten(value: Any, leaves: list[Any], inputs: dict[int, Any] | None = None
     if isinstance(value, dict):
         return "dict", tuple(value), tuple(_flatten(v, leaves, inputs) for v in value.values())
     if is_dataclass(value) and not isinstance(value, type) and not isinstance(value, AttentionConfig):
-        names = tuple(f.name for f in fields(value))
-        return "dataclass", type(value), names, tuple(_flatten(getattr(value, n), leaves, inputs) for n in names)
+        names = tuple((f.name, f.init) for f in fields(value))
+        return "dataclass", type(value), names, tuple(_flatten(getattr(value, n), leaves, inputs) for n, _ in names)
+    if type(value) is float:
+        return "float", value.hex()  # -0.0 is not 0.0 here, and NaN is NaN
     try:
         hash(value)
     except TypeError:
         raise InvalidArgument(f"jit: expected arrays, states or hashable values, got {type(value).__name__}") from None
-    return "static", value
+    return "static", type(value), value  # the type tells 1 from True
 
 
-def _build(node: Any, arrays: Any, states: Any, in_arrays: list[Any], in_states: list[Any]) -> Any:
+def _build(node: Any, arrays: Any, states: Any, inputs: Any = ()) -> Any:
     """The nest that `_flatten` described, with these leaves."""
     kind = node[0]
     if kind == "array":
@@ -191,12 +221,19 @@ def _build(node: Any, arrays: Any, states: Any, in_arrays: list[Any], in_states:
     if kind == "state":
         return next(states)
     if kind == "input":
-        return (in_arrays, in_states)[node[1]][node[2]]
+        return inputs[node[1]][node[2]]
     if kind == "static":
-        return node[1]
-    children = [_build(child, arrays, states, in_arrays, in_states) for child in node[-1]]
+        return node[2]
+    if kind == "float":
+        return float.fromhex(node[1])
+    children = [_build(child, arrays, states, inputs) for child in node[-1]]
     if kind == "dict":
         return dict(zip(node[1], children, strict=True))
     if kind == "dataclass":
-        return node[1](**dict(zip(node[2], children, strict=True)))
+        pairs = list(zip(node[2], children, strict=True))
+        result = node[1](**{name: child for (name, init), child in pairs if init})
+        for (name, init), child in pairs:
+            if not init:
+                object.__setattr__(result, name, child)  # the class may be frozen
+        return result
     return node[1](*children) if hasattr(node[1], "_fields") else node[1](children)

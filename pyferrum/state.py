@@ -51,6 +51,8 @@ class KVState:
     @property
     def pages(self) -> int:
         """Pages of 64 KiB that this state shows; relatives may show them too."""
+        if self._length is None:
+            raise UnsupportedError("pages: not known while `jit` records a function, which runs for any length")
         return int(_native.state_describe(self.handle)["pages"])
 
     @property
@@ -117,11 +119,8 @@ class KVState:
     def __repr__(self) -> str:
         if self._handle is None:
             return f"KVState(closed, length={self._length})"
-        config = self.config
-        return (
-            f"KVState(length={self._length}, pages={self.pages}, heads={config.key_value_heads}, "
-            f"head_dim={config.head_dim})"
-        )
+        size = "recorded" if self._length is None else f"length={self._length}, pages={self.pages}"
+        return f"KVState({size}, heads={self.config.key_value_heads}, head_dim={self.config.head_dim})"
 
 
 def init_state(config: AttentionConfig, *, device: Device | None = None) -> KVState:

@@ -141,7 +141,7 @@ Call run(Attention *attention, const ferrum_attention_weights &weights, uint32_t
 
     // Reserve and claim; from here on a failure drops the new states, and with them the claims.
     Arena::Appended appended = device->arena().append(kOp, states, new_tokens);
-    if (Recorder *recorder = Recorder::current())
+    if (Recorder *recorder = Recorder::on(device))
         recorder->attention(attention, request, weights, states, xs, appended.states, call.outputs);
     Submission work;
     work.label = kOp;
@@ -214,7 +214,7 @@ int32_t ferrum_attention_new(ferrum_device *device, const ferrum_attention_confi
                              const double *inverse_frequencies, ferrum_attention **out_attention) {
     return guard([&] {
         auto *owner = reinterpret_cast<Device *>(required(device, "device"));
-        owner->check_usable("attention_config");
+        owner->check_usable("attention_config", true);
         auto &result = *required(out_attention, "out_attention");
         result =
             reinterpret_cast<ferrum_attention *>(new Attention(Ref<Device>::share(owner), *required(config, "config"),

@@ -36,7 +36,7 @@ bool Device::forked() const {
 }
 
 void Device::check_usable(const char *op, bool replayable) const {
-    if (!replayable && Recorder::current()) fail(FERRUM_UNSUPPORTED, "[%s] cannot be part of a jitted function", op);
+    if (!replayable && Recorder::on(this)) fail(FERRUM_UNSUPPORTED, "[%s] cannot be part of a jitted function", op);
     if (forked())
         fail(FERRUM_STATE_ERROR, "[%s] the device was opened before fork(): open one in the child process", op);
 }

@@ -58,13 +58,14 @@ class Operation {
     // An empty input makes an empty output and no launch.
     void submit(const Launch &launch, uint64_t elements) {
         if (elements) work_.launches.push_back(launch);
-        if (Recorder *recorder = Recorder::current()) recorder->operation(work_, outputs_);
+        if (Recorder *recorder = Recorder::on(device_)) recorder->operation(work_, outputs_);
         if (elements) device_->submit(std::move(work_));
     }
 
     void check_indices(const char *name, const ferrum_tensor &t, uint64_t limit) {
+        // First: it refuses values that will be others in a run, whatever they are now.
+        if (Recorder *recorder = Recorder::on(device_)) recorder->check_indices(op_, name, t, limit);
         check_index_range(op_, name, reinterpret_cast<Buffer *>(t.buffer), t.offset, t.shape[0], limit);
-        if (Recorder *recorder = Recorder::current()) recorder->check_indices(op_, name, t, limit);
     }
 
    private:

@@ -29,6 +29,10 @@ Recorder *Recorder::current() {
     return recorder;
 }
 
+Recorder *Recorder::on(const Device *device) {
+    return recorder && recorder->program_->device() == device ? recorder : nullptr;
+}
+
 Recorder::Recorder(Device *device) : program_(Ref<Program>::adopt(new Program)) {
     program_->device_ = Ref<Device>::share(device);
 }
@@ -39,11 +43,13 @@ void Recorder::begin(Device *device, const ferrum_tensor *inputs, size_t arrays,
     std::unique_ptr<Recorder> started(new Recorder(device));
     Program &program = *started->program_.get();
     for (size_t i = 0; i < arrays; i++) {
-        check_storage({kOp, "inputs"}, device, inputs[i]);
+        // Whatever is read of this buffer will be read of another one: it must hold the input and nothing else.
+        const uint64_t bytes = check_storage({kOp, "inputs"}, device, inputs[i]);
         auto *buffer = reinterpret_cast<Buffer *>(inputs[i].buffer);
-        if (!started->slots_.emplace(buffer, int(i)).second)
-            fail(FERRUM_INVALID_ARGUMENT, "[%s] inputs: expected buffers of their own, input %zu shares another's", kOp,
-                 i);
+        if (inputs[i].offset || bytes != buffer->bytes() || !started->slots_.emplace(buffer, int(i)).second)
+            fail(FERRUM_INVALID_ARGUMENT,
+                 "[%s] inputs: expected buffers of their own, that of input %zu has other bytes or another input in it",
+                 kOp, i);
         started->keep_.push_back(Ref<Buffer>::share(buffer));
         program.inputs_.push_back(inputs[i]);
         program.slots_.push_back({});
@@ -93,12 +99,8 @@ Ref<Program> Recorder::end(const ferrum_tensor *outputs, size_t arrays, ferrum_s
 Place Recorder::place(Buffer *buffer, uint64_t offset) {
     auto found = slots_.find(buffer);
     if (found == slots_.end()) return {Ref<Buffer>::share(buffer), -1, offset};
-    const size_t slot = size_t(found->second);
-    program_->slots_[slot].last_use = program_->nodes_.size();
-    // An input may begin somewhere in its buffer, and elsewhere in another run.
-    const uint64_t start = slot < program_->inputs_.size() ? program_->inputs_[slot].offset : 0;
-    if (offset < start) fail(FERRUM_UNSUPPORTED, "[%s] inputs: input %zu is read before its first element", kOp, slot);
-    return {{}, found->second, offset - start};
+    program_->slots_[size_t(found->second)].last_use = program_->nodes_.size();
+    return {{}, found->second, offset};
 }
 
 int Recorder::add_output(Buffer *buffer) {
@@ -227,9 +229,16 @@ Program::Outputs Program::run(const ferrum_tensor *inputs, ferrum_state *const *
     work.label = kOp;
     Ref<Buffer> scratch = device->allocate(scratch_bytes_);
     for (size_t i = inputs_.size(); i < slots_.size(); i++) slots[i] = {scratch.get(), slots_[i].scratch_offset};
-    for (int slot : output_arrays_) {
-        Ref<Buffer> buffer = device->allocate(slots_[size_t(slot)].bytes);
-        slots[size_t(slot)] = {buffer.get(), 0};
+    for (size_t i = 0; i < output_arrays_.size(); i++) {
+        const auto slot = size_t(output_arrays_[i]);
+        const size_t earlier =
+            size_t(std::find(output_arrays_.begin(), output_arrays_.end(), int(slot)) - output_arrays_.begin());
+        if (earlier < i) {  // two views of one array
+            results.arrays.push_back(results.arrays[earlier]);
+            continue;
+        }
+        Ref<Buffer> buffer = device->allocate(slots_[slot].bytes);
+        slots[slot] = {buffer.get(), 0};
         results.arrays.push_back(buffer);
         work.keep.push_back(buffer);
     }
@@ -316,7 +325,7 @@ int32_t ferrum_program_begin(ferrum_device *device, uint32_t arrays, const ferru
                              ferrum_state *const *input_states) {
     return guard([&] {
         auto *owner = reinterpret_cast<Device *>(required(device, "device"));
-        owner->check_usable(kOp);
+        owner->check_usable(kOp, true);
         Recorder::begin(owner, required(inputs, "inputs"), arrays, required(input_states, "input_states"), states);
     });
 }
@@ -346,6 +355,8 @@ int32_t ferrum_program_run(ferrum_program *program, const ferrum_tensor *inputs,
         required(out_arrays, "out_arrays");
         required(out_states, "out_states");
         required(out_lengths, "out_lengths");
+        for (size_t i = 0; i < object->arrays(); i++) required(out_arrays[i], "out_arrays[i]");
+        for (size_t i = 0; i < object->states(); i++) required(out_states[i], "out_states[i]");
         Program::Outputs results = object->run(required(inputs, "inputs"), required(states, "states"));
         for (Ref<Buffer> &array : results.arrays) **out_arrays++ = reinterpret_cast<ferrum_buffer *>(array.detach());
         for (Ref<State> &state : results.states) {

@@ -51,6 +51,8 @@ class Program : public RefCounted {
         std::vector<Ref<State>> states;
     };
     Outputs run(const ferrum_tensor *inputs, ferrum_state *const *states) const;
+    size_t arrays() const { return output_arrays_.size(); }
+    size_t states() const { return output_states_.size(); }
 
    private:
     friend class Recorder;
@@ -78,7 +80,8 @@ class Program : public RefCounted {
 // Takes down the calls of one thread while they run as ever.
 class Recorder {
    public:
-    static Recorder *current();  // this thread's, or NULL
+    static Recorder *current();                 // this thread's, or NULL
+    static Recorder *on(const Device *device);  // the same, if it takes down the calls on this device
     static void begin(Device *device, const ferrum_tensor *inputs, size_t arrays, ferrum_state *const *states,
                       size_t state_count);
     // The recorded program. Ends the recording, whether it succeeds or not.

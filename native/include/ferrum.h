@@ -328,8 +328,9 @@ int32_t ferrum_plan_resource(ferrum_plan *plan, uint32_t index, ferrum_resource 
 
 /* From here to ferrum_program_end this thread's calls on `device` are taken down while they run as ever. What they read
  * of the inputs will be another array, or state, in every run; any other array, state or number they use is captured as
- * it is. Inputs are buffers and states of their own, each at most once. Calls that cannot be replayed are refused with
- * FERRUM_UNSUPPORTED as long as a recording lasts: those of rings, state_append, state_truncate and state_read. */
+ * it is. Inputs are states of their own and buffers of their own, with nothing else in them, each at most once. Calls
+ * on `device` that cannot be replayed are refused with FERRUM_UNSUPPORTED as long as a recording lasts: those of rings,
+ * state_append, state_truncate and state_read. */
 int32_t ferrum_program_begin(ferrum_device *device, uint32_t arrays, const ferrum_tensor *inputs, uint32_t states,
                              ferrum_state *const *input_states);
 

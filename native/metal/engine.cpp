@@ -181,7 +181,7 @@ void Engine::wait_for(const MetalBuffer &buffer) {
 }
 
 void MetalBuffer::wait() {
-    device()->check_usable("wait");
+    device()->check_usable("wait", true);
     engine_->wait_for(*this);
 }
 

@@ -165,7 +165,7 @@ class MetalDevice : public Device {
 
     void submit(Submission &&work) override { engine_->submit(std::move(work)); }
     void wait() override {
-        check_usable("wait");
+        check_usable("wait", true);
         engine_->wait();
     }
     Traits traits() const override { return {kSpanTokens, exact_}; }

@@ -18,7 +18,7 @@ from pyferrum.checkpoint import Tokenizer, open_gguf, open_safetensors
 from pyferrum.device import Device, default_device
 from pyferrum.errors import CheckpointError, InvalidArgument, UnsupportedError
 from pyferrum.formats import hidden_format
-from pyferrum.jit import PROGRAMS, Program, record
+from pyferrum.jit import PROGRAMS, Program, record, recording
 from pyferrum.models import llama, llama_files
 from pyferrum.models.loading import TensorLoader
 from pyferrum.ops import embed
@@ -188,12 +188,14 @@ class Model:
         """A pass of a few rows is one native call, recorded the first time that rows are cut like this."""
         tokens = array(np.concatenate(batch), device=self.device)
         flat = [layer for state in states for layer in state.layers]
-        key = (*lengths, last_only, *(taps or ()))
+        key = tuple(lengths), last_only, tuple(taps or ())
         with self._lock:
             program = self._programs.get(key)
             if program is not None:
                 self._programs.move_to_end(key)
-        if program is None:
+        if recording():  # of a function that calls this model
+            (scores, *tapped), new = self._step([tokens], flat, lengths, last_only, tuple(taps or ()))
+        elif program is None:
             program, (scores, *tapped), new = self._record(tokens, flat, lengths, last_only, tuple(taps or ()))
             with self._lock:
                 self._programs[key] = program
@@ -210,18 +212,21 @@ class Model:
     def _record(
         self, tokens: Array, flat: list[KVState], lengths: list[int], last_only: bool, tapped: tuple[int, ...]
     ) -> tuple[Program, list[Any], list[KVState]]:
-        layers = self.config.layers
-
         def step(arrays: list[Any], states: list[KVState]) -> tuple[list[Any], list[KVState]]:
-            taps: dict[int, Any] = dict.fromkeys(tapped)
-            grouped = [states[i : i + layers] for i in range(0, len(states), layers)]
-            new, x = llama.forward(self.params, self.config, grouped, arrays[0], lengths, dtype=self.dtype, taps=taps)
-            if last_only and max(lengths) > 1:
-                x = x[-1:] if len(lengths) == 1 else embed(np.cumsum(lengths) - 1, x, dtype=self.dtype)
-            scores = llama.logits(self.params, self.config, x)
-            return [scores, *taps.values()], [layer for sequence in new for layer in sequence]
+            return self._step(arrays, states, lengths, last_only, tapped)
 
         return record(self.device, step, [tokens], flat)
+
+    def _step(
+        self, arrays: list[Any], states: list[KVState], lengths: list[int], last_only: bool, tapped: tuple[int, ...]
+    ) -> tuple[list[Any], list[KVState]]:
+        layers, taps = self.config.layers, dict[int, Any].fromkeys(tapped)
+        grouped = [states[i : i + layers] for i in range(0, len(states), layers)]
+        new, x = llama.forward(self.params, self.config, grouped, arrays[0], lengths, dtype=self.dtype, taps=taps)
+        if last_only and max(lengths) > 1:
+            x = x[-1:] if len(lengths) == 1 else embed(np.cumsum(lengths) - 1, x, dtype=self.dtype)
+        scores = llama.logits(self.params, self.config, x)
+        return [scores, *taps.values()], [layer for sequence in new for layer in sequence]
 
     def _in_chunks(
         self,
