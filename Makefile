@@ -34,8 +34,11 @@ FLAGS_portable :=
 FLAGS_avx2     := -mavx2 -mfma -mf16c
 # gcc's own AVX-512 header leaves the unused operand of masked intrinsics undefined, on purpose.
 FLAGS_avx512   := $(FLAGS_avx2) -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -Wno-maybe-uninitialized -Wno-uninitialized
+FLAGS_neon     := -DFERRUM_NEON
 ifeq ($(MACHINE),x86_64)
   SETS := portable avx2 avx512
+else ifneq ($(filter $(MACHINE),aarch64 arm64),)
+  SETS := portable neon
 else
   SETS := portable
 endif
@@ -47,6 +50,7 @@ OBJECTS := $(CORE:native/%.cpp=$(BUILD)/%.o) $(HOST:native/%.cpp=$(BUILD)/%.o) $
 include native/metal/metal.mk
 # An sdist has no tests.
 -include tests/softmetal/softmetal.mk
+-include tests/aarch64/aarch64.mk
 
 lib: $(LIBRARY) pyferrum/_cdef.py
 
@@ -73,7 +77,7 @@ $(BUILD)/fingerprint.cpp: $(SOURCES) native/generate.py Makefile | $(PYTHON)
 	$(PYTHON) native/generate.py fingerprint $@
 
 $(BUILD)/fingerprint.o: $(BUILD)/fingerprint.cpp
-	$(CXX) $(CXXFLAGS) -c $< -o $@
+	$(CXX) $(CXXFLAGS) -Inative/include -c $< -o $@
 
 pyferrum/_cdef.py: native/include/ferrum.h native/include/ferrum_kernels.h native/generate.py | $(PYTHON)
 	$(PYTHON) native/generate.py cdef $@
