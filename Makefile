@@ -138,8 +138,9 @@ ifeq ($(UNAME),Darwin)
 test: $(VENV)/dev lib $(MODEL)
 	$(VENV)/bin/python -m pytest
 else
-test: $(VENV)/dev lib $(MODEL) softmetal-packages
+test: $(VENV)/dev lib $(MODEL) test-packages
 	$(MAKE) --no-print-directory softmetal softmetal-strict softmetal-sanitized
+	$(if $(filter x86_64,$(MACHINE)),$(MAKE) --no-print-directory aarch64)
 	$(ON_METAL) -m "not invariance" $(METAL_TESTS)
 	PYFERRUM_EXACT=1 $(ON_METAL) -m invariance $(METAL_TESTS)
 	EMU_ORDER=7 $(ON_METAL) -k definition $(METAL_TESTS)
@@ -148,13 +149,16 @@ test: $(VENV)/dev lib $(MODEL) softmetal-packages
 	$(VENV)/bin/python -m pytest
 endif
 
-SOFTMETAL_PACKAGES := clang-19 libclang-rt-19-dev libobjc-12-dev libgnustep-base-dev libblocksruntime-dev libboost-context-dev
-.PHONY: softmetal-packages
-softmetal-packages:
-	@dpkg -s $(SOFTMETAL_PACKAGES) >/dev/null 2>&1 && exit 0; \
-	if [ "$$(id -u)" = 0 ]; then apt-get update -qq && apt-get install -y -qq $(SOFTMETAL_PACKAGES) >/dev/null; \
-	elif sudo -n true 2>/dev/null; then sudo apt-get update -qq && sudo apt-get install -y -qq $(SOFTMETAL_PACKAGES) >/dev/null; \
-	else echo "the tests need these packages: $(SOFTMETAL_PACKAGES)" >&2; exit 1; fi
+TEST_PACKAGES := clang-19 libclang-rt-19-dev libobjc-12-dev libgnustep-base-dev libblocksruntime-dev libboost-context-dev
+ifeq ($(MACHINE),x86_64)
+  TEST_PACKAGES += g++-aarch64-linux-gnu qemu-user
+endif
+.PHONY: test-packages
+test-packages:
+	@dpkg -s $(TEST_PACKAGES) >/dev/null 2>&1 && exit 0; \
+	if [ "$$(id -u)" = 0 ]; then apt-get update -qq && apt-get install -y -qq $(TEST_PACKAGES) >/dev/null; \
+	elif sudo -n true 2>/dev/null; then sudo apt-get update -qq && sudo apt-get install -y -qq $(TEST_PACKAGES) >/dev/null; \
+	else echo "the tests need these packages: $(TEST_PACKAGES)" >&2; exit 1; fi
 
 bench: setup lib $(MODEL)
 	$(VENV)/bin/pyferrum bench --model $(MODEL)

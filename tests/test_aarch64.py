@@ -1,7 +1,7 @@
 """NEON and the portable kernels on an emulated aarch64 give the bits that the kernels of this machine give.
 
-The tables of tests/cases run here and are written down as calls of the C ABI with their results (tests/aarch64/trace.py);
-a program built for aarch64 repeats the calls under qemu-user and compares every byte.
+The tables of tests/cases run here and are written down as calls of the C ABI with their results
+(tests/aarch64/trace.py); a program built for aarch64 repeats the calls under qemu-user and compares every byte.
 """
 
 from __future__ import annotations

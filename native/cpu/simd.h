@@ -129,7 +129,7 @@ static FERRUM_ALWAYS_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
     c.part[0] = (FloatRegister)_mm512_fmadd_ps((__m512)a.part[0], (__m512)b.part[0], (__m512)c.part[0]);
 #elif defined(__AVX2__)
     FERRUM_EACH(c.part[i] = (FloatRegister)_mm256_fmadd_ps((__m256)a.part[i], (__m256)b.part[i], (__m256)c.part[i]));
-#elif defined(__aarch64__)  // portable too: every such machine has it, and g++ takes minutes over the loop below
+#elif defined(__aarch64__)  // portable too: all such machines have it
     FERRUM_EACH(c.part[i] =
                     (FloatRegister)vfmaq_f32((float32x4_t)c.part[i], (float32x4_t)a.part[i], (float32x4_t)b.part[i]));
 #else
@@ -157,8 +157,17 @@ static FERRUM_ALWAYS_INLINE i32x16 dot_pairs(i32x16 acc, i32x16 a, i32x16 b) {
         acc.part[i] += (IntRegister)vpaddq_s32(low, high);
     });
 #else
-    FERRUM_EACH(acc.part[i] +=
-                (a.part[i] << 16 >> 16) * (b.part[i] << 16 >> 16) + (a.part[i] >> 16) * (b.part[i] >> 16));
+    // By elements: g++ takes minutes over shifts of whole vectors where they are unrolled as in linear.cpp.
+    FERRUM_EACH({
+        int16_t x[2 * kRegisterLanes], y[2 * kRegisterLanes];
+        memcpy(x, &a.part[i], sizeof(x));
+        memcpy(y, &b.part[i], sizeof(y));
+        int32_t sums[kRegisterLanes];
+        for (int j = 0; j < kRegisterLanes; j++) sums[j] = x[2 * j] * y[2 * j] + x[2 * j + 1] * y[2 * j + 1];
+        IntRegister both;
+        memcpy(&both, sums, sizeof(both));
+        acc.part[i] += both;
+    });
 #endif
     return acc;
 }
