@@ -34,8 +34,11 @@ FLAGS_portable :=
 FLAGS_avx2     := -mavx2 -mfma -mf16c
 # gcc's own AVX-512 header leaves the unused operand of masked intrinsics undefined, on purpose.
 FLAGS_avx512   := $(FLAGS_avx2) -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -Wno-maybe-uninitialized -Wno-uninitialized
+FLAGS_neon     := -DFERRUM_NEON
 ifeq ($(MACHINE),x86_64)
   SETS := portable avx2 avx512
+else ifneq ($(filter $(MACHINE),aarch64 arm64),)
+  SETS := portable neon
 else
   SETS := portable
 endif
@@ -47,6 +50,7 @@ OBJECTS := $(CORE:native/%.cpp=$(BUILD)/%.o) $(HOST:native/%.cpp=$(BUILD)/%.o) $
 include native/metal/metal.mk
 # An sdist has no tests.
 -include tests/softmetal/softmetal.mk
+-include tests/aarch64/aarch64.mk
 
 lib: $(LIBRARY) pyferrum/_cdef.py
 
@@ -73,7 +77,7 @@ $(BUILD)/fingerprint.cpp: $(SOURCES) native/generate.py Makefile | $(PYTHON)
 	$(PYTHON) native/generate.py fingerprint $@
 
 $(BUILD)/fingerprint.o: $(BUILD)/fingerprint.cpp
-	$(CXX) $(CXXFLAGS) -c $< -o $@
+	$(CXX) $(CXXFLAGS) -Inative/include -c $< -o $@
 
 pyferrum/_cdef.py: native/include/ferrum.h native/include/ferrum_kernels.h native/generate.py | $(PYTHON)
 	$(PYTHON) native/generate.py cdef $@
@@ -134,8 +138,9 @@ ifeq ($(UNAME),Darwin)
 test: $(VENV)/dev lib $(MODEL)
 	$(VENV)/bin/python -m pytest
 else
-test: $(VENV)/dev lib $(MODEL) softmetal-packages
+test: $(VENV)/dev lib $(MODEL) test-packages
 	$(MAKE) --no-print-directory softmetal softmetal-strict softmetal-sanitized
+	$(if $(filter x86_64,$(MACHINE)),$(MAKE) --no-print-directory aarch64)
 	$(ON_METAL) -m "not invariance" $(METAL_TESTS)
 	PYFERRUM_EXACT=1 $(ON_METAL) -m invariance $(METAL_TESTS)
 	EMU_ORDER=7 $(ON_METAL) -k definition $(METAL_TESTS)
@@ -144,13 +149,16 @@ test: $(VENV)/dev lib $(MODEL) softmetal-packages
 	$(VENV)/bin/python -m pytest
 endif
 
-SOFTMETAL_PACKAGES := clang-19 libclang-rt-19-dev libobjc-12-dev libgnustep-base-dev libblocksruntime-dev libboost-context-dev
-.PHONY: softmetal-packages
-softmetal-packages:
-	@dpkg -s $(SOFTMETAL_PACKAGES) >/dev/null 2>&1 && exit 0; \
-	if [ "$$(id -u)" = 0 ]; then apt-get update -qq && apt-get install -y -qq $(SOFTMETAL_PACKAGES) >/dev/null; \
-	elif sudo -n true 2>/dev/null; then sudo apt-get update -qq && sudo apt-get install -y -qq $(SOFTMETAL_PACKAGES) >/dev/null; \
-	else echo "the tests need these packages: $(SOFTMETAL_PACKAGES)" >&2; exit 1; fi
+TEST_PACKAGES := clang-19 libclang-rt-19-dev libobjc-12-dev libgnustep-base-dev libblocksruntime-dev libboost-context-dev
+ifeq ($(MACHINE),x86_64)
+  TEST_PACKAGES += g++-aarch64-linux-gnu qemu-user
+endif
+.PHONY: test-packages
+test-packages:
+	@dpkg -s $(TEST_PACKAGES) >/dev/null 2>&1 && exit 0; \
+	if [ "$$(id -u)" = 0 ]; then apt-get update -qq && apt-get install -y -qq $(TEST_PACKAGES) >/dev/null; \
+	elif sudo -n true 2>/dev/null; then sudo apt-get update -qq && sudo apt-get install -y -qq $(TEST_PACKAGES) >/dev/null; \
+	else echo "the tests need these packages: $(TEST_PACKAGES)" >&2; exit 1; fi
 
 # Options of `python -m benchmarks compare`, such as COMPARE="--llama-python PATH --formats Q4_1 Q8_0".
 bench: setup lib $(MODEL)

@@ -47,8 +47,7 @@ def write_fingerprint(out: Path) -> None:
     for path in sorted([*sources, ROOT / "Makefile"]):
         digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     out.write_text(
-        '#include "../native/include/ferrum.h"\n\n'
-        f'const char *ferrum_build_fingerprint(void) {{ return "{digest.hexdigest()}"; }}\n'
+        f'#include "ferrum.h"\n\nconst char *ferrum_build_fingerprint(void) {{ return "{digest.hexdigest()}"; }}\n'
     )
 
 

@@ -21,7 +21,7 @@ class Device:
             machine's. Memory is used as it is needed, not up front.
         exact: every row takes the same order of sums however many come with it, in prefill too; None takes
             `PYFERRUM_EXACT`, else False. The CPU device is exact either way.
-        instruction_set: "avx512", "avx2" or "portable"; None takes `PYFERRUM_CPU_ISA`, else the best here.
+        instruction_set: "avx512", "avx2", "neon" or "portable"; None takes `PYFERRUM_CPU_ISA`, else the best here.
         poison: fill freed pages and buffers with NaN, to find stale reads; None takes `PYFERRUM_DEBUG_POISON`.
 
     Raises:

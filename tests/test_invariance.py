@@ -9,7 +9,7 @@ import pyferrum as pf
 from tests.cases.attention import CASES, Case
 from tests.cases.weights import ALL_FORMATS, random_weight
 
-SETS = ("avx512", "avx2", "portable")
+SETS = ("avx512", "avx2", "neon", "portable")
 
 
 def devices() -> dict[str, pf.Device]:

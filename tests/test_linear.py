@@ -8,6 +8,7 @@ import pytest
 import pyferrum as pf
 from pyferrum import _native, reference
 from pyferrum.weights import prepare
+from tests.cases.ops import LINEAR_SHAPES
 from tests.cases.weights import ALL_FORMATS, random_weight
 
 formats = pytest.mark.parametrize("format", ALL_FORMATS)
@@ -29,7 +30,7 @@ def bound(x: np.ndarray, weight: np.ndarray, block: bool) -> np.ndarray:
 
 
 @formats
-@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 33, 256), (3, 16, 512), (7, 40, 768), (70, 17, 2560)])
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), LINEAR_SHAPES)
 def test_linear__agrees_with_the_definition(format: str, rows: int, outputs: int, inputs: int, no_leaks: None) -> None:
     rng = np.random.default_rng(rows)
     x = rng.standard_normal((rows, inputs)).astype(np.float16)

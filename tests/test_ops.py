@@ -7,8 +7,8 @@ import pytest
 
 import pyferrum as pf
 from pyferrum import reference
+from tests.cases.ops import SHAPES, TOP_K_WIDTHS, VOCABULARIES
 
-SHAPES = [(1, 1), (1, 16), (3, 17), (5, 576), (33, 2561)]
 shapes = pytest.mark.parametrize("shape", SHAPES)
 streams = pytest.mark.parametrize("dtype", [np.float16, np.float32])
 HALF_UNIT = 2.0**-11 * 1.001  # a float16 rounding, and what float32 arithmetic adds to it
@@ -48,7 +48,7 @@ def test_swiglu__large_gates_saturate_without_nan() -> None:
     np.testing.assert_array_equal(y, [[65504, 0, 100, 0, 0, 0]])
 
 
-@pytest.mark.parametrize("vocabulary", [1, 15, 16, 97, 1024, 49152])
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
 def test_cross_entropy(vocabulary: int) -> None:
     rng = np.random.default_rng(4)
     logits = (rng.standard_normal((6, vocabulary)) * 8).astype(np.float32)
@@ -71,7 +71,7 @@ def test_cross_entropy__minus_infinity_is_probability_zero() -> None:
     assert np.asarray(pf.cross_entropy(logits, [1]))[0] == np.inf
 
 
-@pytest.mark.parametrize("width", [1, 2, 50, 49152])
+@pytest.mark.parametrize("width", TOP_K_WIDTHS)
 def test_argmax_and_top_k__order_ties_and_nan(width: int) -> None:
     rng = np.random.default_rng(5)
     x = rng.integers(-9, 9, (4, width)).astype(np.float32)  # many ties

@@ -161,6 +161,8 @@ std::vector<InstructionSet> instruction_sets() {
              __builtin_cpu_supports("avx512vnni")},
         {"avx2", avx2::kernels, avx2::pack,
          __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")},
+#elif defined(__aarch64__)
+        {"neon", neon::kernels, neon::pack, true},
 #endif
         {"portable", portable::kernels, portable::pack, true},
     };

@@ -64,6 +64,10 @@ namespace avx512 {
 extern const KernelFunction kernels[kernel_count];
 void pack(const Packing &job, uint64_t group);
 }  // namespace avx512
+namespace neon {
+extern const KernelFunction kernels[kernel_count];
+void pack(const Packing &job, uint64_t group);
+}  // namespace neon
 
 namespace FERRUM_CPU_ISA {
 #define FERRUM_KERNEL_FUNCTION(name) void name(const Call &call, Worker &worker);

@@ -13,6 +13,12 @@
 
 #define FERRUM_ALWAYS_INLINE inline __attribute__((always_inline))
 #define FERRUM_UNROLL _Pragma("GCC unroll 16")
+// Elements of a vector of four by their index.
+#if defined(__clang__)
+#define FERRUM_SHUFFLE(a, ...) __builtin_shufflevector(a, a, __VA_ARGS__)
+#else
+#define FERRUM_SHUFFLE(a, ...) __builtin_shuffle(a, (IntFour){__VA_ARGS__})
+#endif
 
 namespace ferrum::cpu::FERRUM_CPU_ISA {
 
@@ -110,6 +116,8 @@ static FERRUM_ALWAYS_INLINE i32x16 to_integer(f32x16 a) {
 static FERRUM_ALWAYS_INLINE void store_shorts(int16_t *to, i32x16 a) {
 #if defined(__AVX512F__)
     _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16((__m512i)a.part[0]));
+#elif defined(FERRUM_NEON)
+    FERRUM_EACH(vst1_s16(to + 4 * i, vmovn_s32((int32x4_t)a.part[i])));
 #else
     FERRUM_EACH(for (int j = 0; j < kRegisterLanes; j++) to[i * kRegisterLanes + j] = (int16_t)a.part[i][j]);
 #endif
@@ -121,7 +129,7 @@ static FERRUM_ALWAYS_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) {
     c.part[0] = (FloatRegister)_mm512_fmadd_ps((__m512)a.part[0], (__m512)b.part[0], (__m512)c.part[0]);
 #elif defined(__AVX2__)
     FERRUM_EACH(c.part[i] = (FloatRegister)_mm256_fmadd_ps((__m256)a.part[i], (__m256)b.part[i], (__m256)c.part[i]));
-#elif defined(__aarch64__)
+#elif defined(__aarch64__)  // portable too: all such machines have it
     FERRUM_EACH(c.part[i] =
                     (FloatRegister)vfmaq_f32((float32x4_t)c.part[i], (float32x4_t)a.part[i], (float32x4_t)b.part[i]));
 #else
@@ -142,9 +150,24 @@ static FERRUM_ALWAYS_INLINE i32x16 dot_pairs(i32x16 acc, i32x16 a, i32x16 b) {
     FERRUM_EACH(acc.part[i] += (IntRegister)_mm256_madd_epi16((__m256i)a.part[i], (__m256i)b.part[i]));
 #elif defined(__SSE2__)
     FERRUM_EACH(acc.part[i] += (IntRegister)_mm_madd_epi16((__m128i)a.part[i], (__m128i)b.part[i]));
+#elif defined(FERRUM_NEON)
+    FERRUM_EACH({
+        const int16x8_t x = (int16x8_t)a.part[i], y = (int16x8_t)b.part[i];
+        const int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y)), high = vmull_high_s16(x, y);
+        acc.part[i] += (IntRegister)vpaddq_s32(low, high);
+    });
 #else
-    FERRUM_EACH(acc.part[i] +=
-                (a.part[i] << 16 >> 16) * (b.part[i] << 16 >> 16) + (a.part[i] >> 16) * (b.part[i] >> 16));
+    // By elements: g++ takes minutes over shifts of whole vectors where they are unrolled as in linear.cpp.
+    FERRUM_EACH({
+        int16_t x[2 * kRegisterLanes], y[2 * kRegisterLanes];
+        memcpy(x, &a.part[i], sizeof(x));
+        memcpy(y, &b.part[i], sizeof(y));
+        int32_t sums[kRegisterLanes];
+        for (int j = 0; j < kRegisterLanes; j++) sums[j] = x[2 * j] * y[2 * j] + x[2 * j + 1] * y[2 * j + 1];
+        IntRegister both;
+        memcpy(&both, sums, sizeof(both));
+        acc.part[i] += both;
+    });
 #endif
     return acc;
 }
@@ -167,6 +190,10 @@ static FERRUM_ALWAYS_INLINE i32x16 widen_unsigned(u8x32 a) {
     i32x16 r;
 #if defined(__AVX512BW__)
     r.part[0] = (IntRegister)_mm512_cvtepu8_epi16((__m256i)a);
+#elif defined(FERRUM_NEON)
+    uint8x8_t bytes[4];
+    memcpy(bytes, &a, sizeof(bytes));
+    FERRUM_EACH(r.part[i] = (IntRegister)vmovl_u8(bytes[i]));
 #else
     uint8_t bytes[32];
     memcpy(bytes, &a, 32);
@@ -180,6 +207,10 @@ static FERRUM_ALWAYS_INLINE i32x16 widen_signed(u8x32 a) {
     i32x16 r;
 #if defined(__AVX512BW__)
     r.part[0] = (IntRegister)_mm512_cvtepi8_epi16((__m256i)a);
+#elif defined(FERRUM_NEON)
+    int8x8_t bytes[4];
+    memcpy(bytes, &a, sizeof(bytes));
+    FERRUM_EACH(r.part[i] = (IntRegister)vmovl_s8(bytes[i]));
 #else
     int8_t bytes[32];
     memcpy(bytes, &a, 32);
@@ -222,6 +253,11 @@ static FERRUM_ALWAYS_INLINE i32x16 unsigned_bytes(const uint8_t *from) {
     i32x16 r;
 #if defined(__AVX512F__)
     r.part[0] = (IntRegister)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
+#elif defined(FERRUM_NEON)
+    const uint8x16_t bytes = vld1q_u8(from);
+    const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_high_u8(bytes);
+    r = {{(IntRegister)vmovl_u16(vget_low_u16(low)), (IntRegister)vmovl_high_u16(low),
+          (IntRegister)vmovl_u16(vget_low_u16(high)), (IntRegister)vmovl_high_u16(high)}};
 #else
     int32_t lanes[kLanes];
     for (int i = 0; i < kLanes; i++) lanes[i] = from[i];
@@ -233,6 +269,11 @@ static FERRUM_ALWAYS_INLINE i32x16 signed_bytes(const uint8_t *from) {
     i32x16 r;
 #if defined(__AVX512F__)
     r.part[0] = (IntRegister)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from));
+#elif defined(FERRUM_NEON)
+    const int8x16_t bytes = vld1q_s8((const int8_t *)from);
+    const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_high_s8(bytes);
+    r = {{(IntRegister)vmovl_s16(vget_low_s16(low)), (IntRegister)vmovl_high_s16(low),
+          (IntRegister)vmovl_s16(vget_low_s16(high)), (IntRegister)vmovl_high_s16(high)}};
 #else
     int32_t lanes[kLanes];
     for (int i = 0; i < kLanes; i++) lanes[i] = (int8_t)from[i];
@@ -265,6 +306,19 @@ static FERRUM_ALWAYS_INLINE void transpose(i32x16 *v) {
         v[4 + j].part[0] = (IntRegister)_mm512_shuffle_i32x4(high, high2, 0x88);
         v[12 + j].part[0] = (IntRegister)_mm512_shuffle_i32x4(high, high2, 0xdd);
     }
+#elif defined(FERRUM_NEON)
+    // Squares of 4 by 4: pairs of rows, pairs of pairs.
+    i32x16 to[16];
+    FERRUM_UNROLL for (int i = 0; i < 4; i++) FERRUM_UNROLL for (int j = 0; j < 4; j++) {
+        auto row = [&](int k) { return (int32x4_t)v[4 * i + k].part[j]; };
+        const int64x2_t even01 = (int64x2_t)vtrn1q_s32(row(0), row(1)), odd01 = (int64x2_t)vtrn2q_s32(row(0), row(1));
+        const int64x2_t even23 = (int64x2_t)vtrn1q_s32(row(2), row(3)), odd23 = (int64x2_t)vtrn2q_s32(row(2), row(3));
+        to[4 * j].part[i] = (IntRegister)vtrn1q_s64(even01, even23);
+        to[4 * j + 1].part[i] = (IntRegister)vtrn1q_s64(odd01, odd23);
+        to[4 * j + 2].part[i] = (IntRegister)vtrn2q_s64(even01, even23);
+        to[4 * j + 3].part[i] = (IntRegister)vtrn2q_s64(odd01, odd23);
+    }
+    memcpy(v, to, sizeof(to));
 #else
     int32_t from[16][16], to[16][16];
     memcpy(from, v, sizeof(from));
@@ -274,7 +328,11 @@ static FERRUM_ALWAYS_INLINE void transpose(i32x16 *v) {
 #endif
 }
 
+#if defined(__aarch64__)
+typedef __fp16 half;  // g++ knows _Float16 there since its version 13 only
+#else
 typedef _Float16 half;
+#endif
 
 static FERRUM_ALWAYS_INLINE f32x16 load(const half *from) {
     f32x16 r;
@@ -282,6 +340,10 @@ static FERRUM_ALWAYS_INLINE f32x16 load(const half *from) {
     r.part[0] = (FloatRegister)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
 #elif defined(__AVX2__)
     FERRUM_EACH(r.part[i] = (FloatRegister)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + 8 * i))));
+#elif defined(FERRUM_NEON)
+    float16x4_t halves[4];
+    memcpy(halves, from, sizeof(halves));
+    FERRUM_EACH(r.part[i] = (FloatRegister)vcvt_f32_f16(halves[i]));
 #else
     float lanes[kLanes];
     for (int j = 0; j < kLanes; j++) lanes[j] = (float)from[j];
@@ -297,6 +359,10 @@ static FERRUM_ALWAYS_INLINE void store(half *to, f32x16 a) {
 #elif defined(__AVX2__)
     FERRUM_EACH(_mm_storeu_si128((__m128i *)(to + 8 * i),
                                  _mm256_cvtps_ph((__m256)a.part[i], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)));
+#elif defined(FERRUM_NEON)
+    float16x4_t halves[4];
+    FERRUM_EACH(halves[i] = vcvt_f16_f32((float32x4_t)a.part[i]));
+    memcpy(to, halves, sizeof(halves));
 #else
     FERRUM_EACH(for (int j = 0; j < kRegisterLanes; j++) to[i * kRegisterLanes + j] = (half)a.part[i][j]);
 #endif
@@ -310,6 +376,10 @@ static FERRUM_ALWAYS_INLINE f32x16 load(const bfloat *from) {
     f32x16 r;
 #if defined(__AVX512F__)
     r.part[0] = (FloatRegister)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+#elif defined(FERRUM_NEON)
+    uint16x4_t halves[4];
+    memcpy(halves, from, sizeof(halves));
+    FERRUM_EACH(r.part[i] = (FloatRegister)vshll_n_u16(halves[i], 16));
 #else
     uint32_t bits[kLanes];
     for (int i = 0; i < kLanes; i++) bits[i] = (uint32_t)from[i].bits << 16;
@@ -379,8 +449,8 @@ static FERRUM_ALWAYS_INLINE float reduce(f32x16 a, Operation combine) {
     Four quarters[2];
     memcpy(quarters, &eight, sizeof(eight));
     Four four = combine(quarters[0], quarters[1]);
-    four = combine(four, __builtin_shuffle(four, (IntFour){2, 3, 0, 1}));
-    four = combine(four, __builtin_shuffle(four, (IntFour){1, 0, 3, 2}));
+    four = combine(four, FERRUM_SHUFFLE(four, 2, 3, 0, 1));
+    four = combine(four, FERRUM_SHUFFLE(four, 1, 0, 3, 2));
     return four[0];
 }
 static FERRUM_ALWAYS_INLINE float sum(f32x16 a) {
@@ -394,7 +464,7 @@ static FERRUM_ALWAYS_INLINE int32_t sum(i32x16 a) {
     IntFour fours[4];
     memcpy(fours, &a, sizeof(a));
     IntFour four = (fours[0] + fours[1]) + (fours[2] + fours[3]);
-    four = four + __builtin_shuffle(four, (IntFour){2, 3, 0, 1});
+    four = four + FERRUM_SHUFFLE(four, 2, 3, 0, 1);
     return four[0] + four[1];
 }
 

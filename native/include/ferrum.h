@@ -122,7 +122,7 @@ typedef struct ferrum_device_options {
     uint32_t exact;             /* 1: every row takes the same order of sums however many come with it, on every device;
                                    0: prefill may use faster tiles (the CPU device is exact either way) */
     uint32_t poison;            /* 1: fill pages and buffers with NaN when they are freed (debugging) */
-    const char *instruction_set; /* CPU: "avx512", "avx2", "portable"; NULL or "": the best one here */
+    const char *instruction_set; /* CPU: "avx512", "avx2", "neon", "portable"; NULL or "": the best here */
 } ferrum_device_options;
 
 typedef struct ferrum_device_summary {
