@@ -373,23 +373,45 @@ def program_abandon() -> None:
 
 
 def program_run(
-    program: Handle, inputs: Sequence[Any], states: Sequence[Handle], arrays: int, new_states: int
-) -> tuple[list[Handle], list[Handle], list[int]]:
-    """Buffers of the outputs, the new states and their lengths."""
+    program: Handle, inputs: Sequence[Any], states: Any, arrays: int, groups: Sequence[int]
+) -> tuple[list[Handle], list[Any], list[int]]:
+    """Buffers of the outputs, the new states in groups of these sizes, and their lengths.
+
+    A group is an array `ferrum_state *[]` under one owner: as many owners would cost more than the call. `states` is
+    such a group, or a list of handles.
+    """
     buffers = [_empty("buffer") for _ in range(arrays)]
-    handles = [_empty("state") for _ in range(new_states)]
-    lengths = ffi.new(_U64S, new_states)
+    made = [ffi.gc(ffi.new(_STATES, size + 1), lib.ferrum_states_release) for size in groups]
+    count = sum(groups)
+    lengths = ffi.new(_U64S, count)
     _check(
         lib.ferrum_program_run(
             program[0],
             _tensors(inputs),
-            _states(states),
+            _states(states) if isinstance(states, list) else states,
             ffi.new(_BUFFER_OUTS, buffers),
-            ffi.new(_STATE_OUTS, handles),
+            ffi.new(_STATE_OUTS, [group + i for group, size in zip(made, groups, strict=True) for i in range(size)]),
             lengths,
         )
     )
-    return buffers, handles, ffi.unpack(lengths, new_states) if new_states else []
+    return buffers, made, ffi.unpack(lengths, count) if count else []
+
+
+def states_release(group: Any) -> None:
+    """Let go of a group's states now."""
+    lib.ferrum_states_release(group)
+
+
+class GroupMember:
+    """The handle of one state of a group, which it keeps."""
+
+    __slots__ = ("_group", "_index")
+
+    def __init__(self, group: Any, index: int) -> None:
+        self._group, self._index = group, index
+
+    def __getitem__(self, _: int) -> Any:
+        return self._group[self._index]
 
 
 _U64S, _TENSORS = ffi.typeof("uint64_t[]"), ffi.typeof("ferrum_tensor[]")

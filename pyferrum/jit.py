@@ -48,19 +48,21 @@ class Program:
             StateError: a closed array, state or device.
             Whatever is raised, no state has changed and no page is held.
         """
+        new_arrays, groups, lengths = self.run_groups(arrays, [s.handle for s in states], [1] * len(self.states))
+        return (
+            new_arrays,
+            [KVState(self.device, c, g, n) for c, g, n in zip(self.states, groups, lengths, strict=True)],
+        )
+
+    def run_groups(
+        self, arrays: Sequence[DeviceArray], states: Any, sizes: Sequence[int]
+    ) -> tuple[list[Array], list[Any], list[int]]:
+        """As `run`, over groups of native states: see `_native.program_run`."""
         device = self.device
         _ = device.handle  # a closed device runs nothing
-        buffers, handles, lengths = _native.program_run(
-            self.handle,
-            [a.tensor for a in arrays],
-            [s.handle for s in states],
-            len(self.arrays),
-            len(self.states),
-        )
-        return (
-            [Array(device, b, *like) for b, like in zip(buffers, self.arrays, strict=True)],
-            [KVState(device, c, h, n) for c, h, n in zip(self.states, handles, lengths, strict=True)],
-        )
+        tensors = [a.tensor for a in arrays]
+        buffers, groups, lengths = _native.program_run(self.handle, tensors, states, len(self.arrays), sizes)
+        return [Array(device, b, *like) for b, like in zip(buffers, self.arrays, strict=True)], groups, lengths
 
 
 _thread = threading.local()
@@ -118,9 +120,10 @@ def jit(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that does what `function` does, in one native call from its second run on.
 
     Arguments and results are Arrays, BlockArrays, KVStates and NumPy arrays (which become Arrays), in tuples, lists,
-    dicts and dataclasses of any depth; anything else is static, must be hashable, and selects a recording, as shapes,
-    formats, configurations and the device do. The lengths of states do not: one recording serves a sequence as it
-    grows. Arrays and states that the function takes from outside are captured as they are.
+    dicts, dataclasses and classes with JAX's tree_flatten and tree_unflatten, of any depth. Anything else is static,
+    must be hashable, and selects a recording, as shapes, formats, configurations and the device do. The lengths of
+    states do not: one recording serves a sequence as it grows. Arrays and states that the function takes from outside
+    are captured as they are.
 
     Inside, the values of arrays that calls make and the lengths of states are not known: asking for them raises
     UnsupportedError, as do calls that are not replayed (DFlash 2 rings, KVState.append, truncate and keys) and results
@@ -201,6 +204,9 @@ def _flatten(value: Any, leaves: list[Any], inputs: dict[int, Any] | None = None
         return "sequence", type(value), tuple(_flatten(v, leaves, inputs) for v in value)
     if isinstance(value, dict):
         return "dict", tuple(value), tuple(_flatten(v, leaves, inputs) for v in value.values())
+    if hasattr(value, "tree_flatten"):  # as in jax.tree_util.register_pytree_node_class
+        children, auxiliary = value.tree_flatten()
+        return "node", type(value), auxiliary, tuple(_flatten(v, leaves, inputs) for v in children)
     if is_dataclass(value) and not isinstance(value, type) and not isinstance(value, AttentionConfig):
         names = tuple((f.name, f.init) for f in fields(value))
         return "dataclass", type(value), names, tuple(_flatten(getattr(value, n), leaves, inputs) for n, _ in names)
@@ -229,6 +235,8 @@ def _build(node: Any, arrays: Any, states: Any, inputs: Any = ()) -> Any:
     children = [_build(child, arrays, states, inputs) for child in node[-1]]
     if kind == "dict":
         return dict(zip(node[1], children, strict=True))
+    if kind == "node":
+        return node[1].tree_unflatten(node[2], tuple(children))
     if kind == "dataclass":
         pairs = list(zip(node[2], children, strict=True))
         result = node[1](**{name: child for (name, init), child in pairs if init})

@@ -199,6 +199,7 @@ def valid_arguments() -> dict[str, Callable[[], list[Any]]]:
         "weight_prepare": lambda: [device, q, o("uint64_t *")],
         "state_new": lambda: [device, 1, 4, o("ferrum_state **")],
         "state_release": lambda: [o("ferrum_state **")],
+        "states_release": lambda: [o("ferrum_state *[1]")],
         "state_describe": lambda: [state, o("ferrum_state_summary *")],
         "state_truncate": lambda: [state, 1, o("ferrum_state **")],
         "state_append": lambda: [state, kv, kv, o("ferrum_state **")],

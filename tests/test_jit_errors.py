@@ -225,8 +225,8 @@ def test_native__program_checks_what_it_is_given(no_leaks: None) -> None:
         (x, other, r"state 0 is not of the kind"),
     ]:
         with pytest.raises(pf.InvalidArgument, match=message):
-            _native.program_run(program, [tensor.tensor], [handle.handle], 1, 1)
-    buffers, _, lengths = _native.program_run(program, [tall[4:7].tensor], [grown(6, PAGED).handle], 1, 1)
+            _native.program_run(program, [tensor.tensor], [handle.handle], 1, [1])
+    buffers, _, lengths = _native.program_run(program, [tall[4:7].tensor], [grown(6, PAGED).handle], 1, [1])
     assert (_native.buffer_view(buffers[0]).tobytes(), lengths) == (bits(pf.swiglu(tall[4:7], tall[4:7]))[3], [7])
     outs = _native.ffi.new("ferrum_buffer **[]", [_native.ffi.NULL])
     states = _native.ffi.new("ferrum_state *[]", [state.handle[0]])

@@ -70,7 +70,9 @@ def interpret(kit: dict[Any, Any], program: list[Instruction], arrays: list[pf.A
         elif name == "top" and (x := pick(a, lambda v: matrix(v, "F32"))):
             values.extend(pf.top_k(x, 1 + b % min(x.shape[1], 7)))
             values.append(pf.argmax(x))
-        elif name == "loss" and (x := pick(a, lambda v: matrix(v, "F32") and v.shape[0] == ROWS and v.shape[1] in WIDTHS)):
+        elif name == "loss" and (
+            x := pick(a, lambda v: matrix(v, "F32") and v.shape[0] == ROWS and v.shape[1] in WIDTHS)
+        ):
             values.append(pf.cross_entropy(x, arrays[-1]))
         elif name == "attend" and (x := pick(a, lambda v: matrix(v, "F16", "F32") and v.shape[1] == 32)):
             state, y = pf.causal_attention(states[b % len(states)], x, kit["layer"])

@@ -163,6 +163,10 @@ int32_t ferrum_state_new(ferrum_device *device, uint32_t key_value_heads, uint32
     });
 }
 
+void ferrum_states_release(ferrum_state **states) {
+    for (; states && *states; states++) release_handle<State>(states);
+}
+
 void ferrum_state_release(ferrum_state **state) {
     release_handle<State>(state);
 }

@@ -190,6 +190,9 @@ int32_t ferrum_state_new(ferrum_device *device, uint32_t key_value_heads, uint32
 
 void ferrum_state_release(ferrum_state **state);
 
+/* Releases and clears the states of an array up to its first NULL. */
+void ferrum_states_release(ferrum_state **states);
+
 int32_t ferrum_state_describe(ferrum_state *state, ferrum_state_summary *out_summary);
 
 /* The first `length` tokens of `state`: O(1), shares everything. Errors: length > the state's. */

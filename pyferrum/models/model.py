@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, overload
@@ -13,8 +13,10 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
+from pyferrum import _native
 from pyferrum.array import Array, array
 from pyferrum.checkpoint import Tokenizer, open_gguf, open_safetensors
+from pyferrum.config import AttentionConfig
 from pyferrum.device import Device, default_device
 from pyferrum.errors import CheckpointError, InvalidArgument, UnsupportedError
 from pyferrum.formats import hidden_format
@@ -33,16 +35,35 @@ PROGRAM_ROWS = 32
 """Up to so many rows, a pass is recorded and replayed: beyond, the calls cost little beside the work."""
 
 
-@dataclass(frozen=True)
 class ModelState:
     """What a model has seen of one sequence: a KVState for each layer. Immutable; forking is using it twice."""
 
-    layers: tuple[KVState, ...]
+    __slots__ = ("_group", "_layers", "_length", "_like")
+
+    def __init__(self, layers: tuple[KVState, ...]) -> None:
+        self._layers: tuple[KVState, ...] | None = tuple(layers)
+        self._group: Any = None
+
+    @classmethod
+    def _of_group(cls, group: Any, length: int, like: tuple[Device, AttentionConfig, int]) -> ModelState:
+        """Native states of one owner; KVStates are made when somebody asks for them."""
+        state = cls.__new__(cls)
+        state._layers, state._group, state._length, state._like = None, group, length, like
+        return state
+
+    @property
+    def layers(self) -> tuple[KVState, ...]:
+        """A state for each layer."""
+        if self._layers is None:
+            device, config, count = self._like
+            handles = [_native.GroupMember(self._group, i) for i in range(count)]
+            self._layers = tuple(KVState(device, config, handle, self._length) for handle in handles)
+        return self._layers
 
     @property
     def length(self) -> int:
         """Tokens."""
-        return self.layers[0].length
+        return self._length if self._layers is None else self._layers[0].length
 
     def truncate(self, length: int) -> ModelState:
         """The first `length` tokens: O(layers), shares everything."""
@@ -52,6 +73,21 @@ class ModelState:
         """Let go of every layer's pages now. Idempotent."""
         for layer in self.layers:
             layer.close()
+        if self._group is not None:
+            _native.states_release(self._group)
+            self._group = None
+
+    def _native_states(self) -> Any:
+        return [layer.handle for layer in self.layers] if self._group is None else self._group
+
+    def tree_flatten(self) -> tuple[tuple[KVState, ...], None]:
+        """(layers, None): a pytree node, for `jit` and JAX."""
+        return self.layers, None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, layers: tuple[KVState, ...]) -> ModelState:
+        """The inverse."""
+        return cls(layers)
 
     def __enter__(self) -> ModelState:
         return self
@@ -186,27 +222,34 @@ class Model:
         taps: dict[int, Any] | None,
     ) -> tuple[list[ModelState], list[Array]]:
         """A pass of a few rows is one native call, recorded the first time that rows are cut like this."""
-        tokens = array(np.concatenate(batch), device=self.device)
-        flat = [layer for state in states for layer in state.layers]
-        key = tuple(lengths), last_only, tuple(taps or ())
+        tokens = array(batch[0] if len(batch) == 1 else np.concatenate(batch), device=self.device)
+        tapped, layers = tuple(taps or ()), self.config.layers
+        key = tuple(lengths), last_only, tapped
         with self._lock:
             program = self._programs.get(key)
             if program is not None:
                 self._programs.move_to_end(key)
-        if recording():  # of a function that calls this model
-            (scores, *tapped), new = self._step([tokens], flat, lengths, last_only, tuple(taps or ()))
-        elif program is None:
-            program, (scores, *tapped), new = self._record(tokens, flat, lengths, last_only, tuple(taps or ()))
-            with self._lock:
-                self._programs[key] = program
-                while len(self._programs) > PROGRAMS:
-                    self._programs.popitem(last=False)
+        if program is not None and not recording():
+            if len(states) == 1:
+                given = states[0]._native_states()
+            else:
+                given = [layer.handle for state in states for layer in state.layers]
+            (scores, *made), groups, new_lengths = program.run_groups([tokens], given, [layers] * len(states))
+            like = self.device, self.config.attention, layers
+            results = [ModelState._of_group(g, n, like) for g, n in zip(groups, new_lengths[::layers], strict=True)]
         else:
-            (scores, *tapped), new = program.run([tokens], flat)
+            flat = [layer for state in states for layer in state.layers]
+            if recording():  # of a function that calls this model
+                (scores, *made), new = self._step([tokens], flat, lengths, last_only, tapped)
+            else:
+                program, (scores, *made), new = self._record(tokens, flat, lengths, last_only, tapped)
+                with self._lock:
+                    self._programs[key] = program
+                    while len(self._programs) > PROGRAMS:
+                        self._programs.popitem(last=False)
+            results = [ModelState(tuple(new[i : i + layers])) for i in range(0, len(new), layers)]
         if taps is not None:
-            taps.update(zip(taps, tapped, strict=True))
-        layers = self.config.layers
-        results = [ModelState(tuple(new[i : i + layers])) for i in range(0, len(new), layers)]
+            taps.update(zip(taps, made, strict=True))
         return results, _cut(scores, [1] * len(lengths) if last_only else lengths)
 
     def _record(
@@ -281,7 +324,9 @@ class Model:
 
 
 def _cut(x: Array, lengths: Sequence[int]) -> list[Array]:
-    ends = np.cumsum(lengths).tolist()
+    if len(lengths) == 1:
+        return [x]
+    ends = list(itertools.accumulate(lengths))
     return [x[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
 
