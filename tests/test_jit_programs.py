@@ -70,18 +70,21 @@ def interpret(kit: dict[Any, Any], program: list[Instruction], arrays: list[pf.A
         elif name == "top" and (x := pick(a, lambda v: matrix(v, "F32"))):
             values.extend(pf.top_k(x, 1 + b % min(x.shape[1], 7)))
             values.append(pf.argmax(x))
-        elif name == "loss" and (x := pick(a, lambda v: matrix(v, "F32") and v.shape[0] == ROWS and v.shape[1] in WIDTHS)):
+        elif name == "loss" and (
+            x := pick(a, lambda v: matrix(v, "F32") and v.shape[0] == ROWS and v.shape[1] in WIDTHS)
+        ):
             values.append(pf.cross_entropy(x, arrays[-1]))
         elif name == "attend" and (x := pick(a, lambda v: matrix(v, "F16", "F32") and v.shape[1] == 32)):
             state, y = pf.causal_attention(states[b % len(states)], x, kit["layer"])
             values.append(y)
             states.append(state)
-        elif name == "packed":
-            if x := pick(a, lambda v: matrix(v, "F16", "F32") and v.shape[1] == 32 and v.shape[0] > 1):
-                group = [states[b % len(states)], states[c % len(states)]]
-                made, y = pf.causal_attention(group, pf.Ragged(x, [1, x.shape[0] - 1]), kit["layer"])
-                values.append(y)
-                states.extend(made)
+        elif name == "packed" and (
+            x := pick(a, lambda v: matrix(v, "F16", "F32") and v.shape[1] == 32 and v.shape[0] > 1)
+        ):
+            group = [states[b % len(states)], states[c % len(states)]]
+            made, y = pf.causal_attention(group, pf.Ragged(x, [1, x.shape[0] - 1]), kit["layer"])
+            values.append(y)
+            states.extend(made)
     return values, states
 
 
