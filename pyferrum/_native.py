@@ -83,6 +83,11 @@ def _empty(noun: str) -> Handle:
     return ffi.gc(ffi.new(kind), release)
 
 
+def _empties(noun: str, count: int) -> list[Handle]:
+    (kind, release), new, gc = _EMPTY[noun], ffi.new, ffi.gc
+    return [gc(new(kind), release) for _ in range(count)]
+
+
 def _new(noun: str, status_of: Callable[[Any], int]) -> Handle:
     handle = _empty(noun)
     _check(status_of(handle))
@@ -288,26 +293,30 @@ def attention_new(device: Handle, config: dict[str, Any], frequencies: np.ndarra
 WEIGHT_FIELDS: tuple[str, ...] = tuple(name for name, _ in ffi.typeof("ferrum_attention_weights").fields)
 
 
+def attention_weights(tensors: dict[str, Any]) -> Any:
+    """A ferrum_attention_weights from tensors by field; keep their buffers alive beside it."""
+    return ffi.new("ferrum_attention_weights *", {name: tensor[0] for name, tensor in tensors.items()})
+
+
 def causal_attention(
     attention: Handle,
-    weights: dict[str, Any],
+    weights: Any,
     packed: bool,
     states: Sequence[Handle],
     tokens: Sequence[int],
     xs: Sequence[Any],
 ) -> tuple[list[Handle], list[Handle]]:
-    """New states and output buffers of one call; `weights` maps fields to tensors."""
-    native = ffi.new("ferrum_attention_weights *", {name: value[0] for name, value in weights.items()})
-    new_states = [_empty("state") for _ in states]
-    ys = [_empty("buffer") for _ in xs]
+    """New states and output buffers of one call; `weights` from `attention_weights`."""
+    new_states = _empties("state", len(states))
+    ys = _empties("buffer", len(xs))
     _check(
         lib.ferrum_causal_attention(
             attention[0],
-            native,
+            weights,
             lib.FERRUM_FORM_PACKED if packed else lib.FERRUM_FORM_PARTICIPANT_LOOP,
             len(states),
             _states(states),
-            ffi.new(_U64S, list(tokens)),
+            ffi.new(_U64S, tokens),
             _tensors(xs),
             ffi.new(_STATE_OUTS, new_states),
             ffi.new(_BUFFER_OUTS, ys),
@@ -380,7 +389,7 @@ def program_run(
     A group is an array `ferrum_state *[]` under one owner: as many owners would cost more than the call. `states` is
     such a group, or a list of handles.
     """
-    buffers = [_empty("buffer") for _ in range(arrays)]
+    buffers = _empties("buffer", arrays)
     made = [ffi.gc(ffi.new(_STATES, size + 1), lib.ferrum_states_release) for size in groups]
     count = sum(groups)
     lengths = ffi.new(_U64S, count)
@@ -420,10 +429,14 @@ _BUFFER_OUTS = ffi.typeof("ferrum_buffer **[]")
 
 
 def _tensors(tensors: Sequence[Any]) -> Any:
+    if len(tensors) == 1:
+        return tensors[0]  # a pointer to one is an array of one
     return ffi.new(_TENSORS, [tensor[0] for tensor in tensors])
 
 
 def _states(handles: Sequence[Handle]) -> Any:
+    if len(handles) == 1:
+        return handles[0]
     return ffi.new(_STATES, [handle[0] for handle in handles])
 
 

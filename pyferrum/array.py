@@ -17,7 +17,7 @@ from pyferrum.formats import DTYPES, FORMATS, NAMES, NUMBERS, Shape
 class DeviceArray:
     """A shape and a format over a device's buffer. Base of Array and BlockArray; use those."""
 
-    __slots__ = ("__weakref__", "_buffer", "_native_tensor", "_offset", "device", "format", "shape")
+    __slots__ = ("__weakref__", "_buffer", "_group", "_native_tensor", "_offset", "device", "format", "shape")
 
     def __init__(self, device: Device, buffer: Any, shape: Shape, format: str, offset: int = 0) -> None:
         self.device = device
@@ -26,6 +26,7 @@ class DeviceArray:
         self._buffer = buffer
         self._offset = offset
         self._native_tensor: Any = None
+        self._group: Any = None  # of AttentionWeights that begin with this; holds no memory
 
     @property
     def buffer(self) -> Any:
@@ -69,7 +70,7 @@ class DeviceArray:
     def close(self) -> None:
         """Let go of the memory now; NumPy views already taken stay valid. Idempotent."""
         self._buffer = None
-        self._native_tensor = None
+        self._native_tensor = self._group = None
 
 
 class Array(DeviceArray):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, overload
 from numpy.typing import ArrayLike
 
 from pyferrum import _native
-from pyferrum.array import Array, as_array, output
+from pyferrum.array import Array, as_array
 from pyferrum.errors import InvalidArgument
 from pyferrum.state import KVState
 from pyferrum.weights import AttentionWeights
@@ -56,50 +56,57 @@ def causal_attention(states: Any, x: Any, weights: AttentionWeights) -> Any:
         StateError: a closed state or array.
         Whatever is raised, no state has changed and no page is held.
     """
-    one = isinstance(states, KVState)
-    group: tuple[KVState, ...] = (states,) if one else tuple(states)
-    if not group or not all(isinstance(state, KVState) for state in group):
-        raise InvalidArgument("states: expected a KVState or a non-empty sequence of them")
-    config, device = group[0].config, group[0].device
-    if any(state.config != config for state in group):
-        raise InvalidArgument("states: expected one AttentionConfig for all of them")
-
     if not isinstance(weights, AttentionWeights):
         raise InvalidArgument(f"weights: expected AttentionWeights, got {type(weights).__name__}")
+    if isinstance(states, KVState):
+        if isinstance(x, Ragged):
+            raise InvalidArgument("x: a Ragged goes with a sequence of states, got one state")
+        row = _rows(x, states)
+        new, ys = _call([states], weights, False, [row.shape[0]], [row])
+        return new[0], ys[0]
 
-    packed = isinstance(x, Ragged)
-    if one and packed:
-        raise InvalidArgument("x: a Ragged goes with a sequence of states, got one state")
-    if packed:
+    group = tuple(states)
+    if not group or not all(isinstance(state, KVState) for state in group):
+        raise InvalidArgument("states: expected a KVState or a non-empty sequence of them")
+    if any(state.config != group[0].config for state in group):
+        raise InvalidArgument("states: expected one AttentionConfig for all of them")
+    if isinstance(x, Ragged):
         lengths = [int(length) for length in x.lengths]
         if len(lengths) != len(group) or any(length < 1 for length in lengths):
             raise InvalidArgument(f"lengths: expected {len(group)} positive numbers, one per state, got {lengths}")
-        xs = [as_array(x.x, "x", device=device)]
-        if xs[0].ndim == 2 and sum(lengths) != xs[0].shape[0]:
-            raise InvalidArgument(f"lengths: expected a sum of {xs[0].shape[0]}, the rows of x, got {lengths}")
-    else:
-        rows = [x] if one else list(x)
-        if len(rows) != len(group):
-            raise InvalidArgument(f"xs: expected {len(group)} arrays, one per state, got {len(rows)}")
-        xs = [as_array(row, "x", device=device) for row in rows]
-        lengths = [row.shape[0] if row.ndim else 0 for row in xs]
-    for row in xs:
-        if row.ndim != 2 or row.shape[1] != config.hidden_size:
-            raise InvalidArgument(f"x: expected [tokens, {config.hidden_size}] for hidden_size, got {list(row.shape)}")
-    kept = weights.tensors(device)  # arrays made here from NumPy weights live until the call is over
+        row = _rows(x.x, group[0])
+        if sum(lengths) != row.shape[0]:
+            raise InvalidArgument(f"lengths: expected a sum of {row.shape[0]}, the rows of x, got {lengths}")
+        new, ys = _call(group, weights, True, lengths, [row])
+        return tuple(new), ys[0]
+    xs = list(x)
+    if len(xs) != len(group):
+        raise InvalidArgument(f"xs: expected {len(group)} arrays, one per state, got {len(xs)}")
+    xs = [_rows(row, group[0]) for row in xs]
+    new, ys = _call(group, weights, False, [row.shape[0] for row in xs], xs)
+    return tuple(new), tuple(ys)
+
+
+def _rows(x: Any, state: KVState) -> Array:
+    """Hidden states, with their shape checked, on the state's device."""
+    x = as_array(x, "x", device=state.device)
+    shape, hidden = x.shape, state.config.hidden_size
+    if len(shape) != 2 or shape[1] != hidden:
+        raise InvalidArgument(f"x: expected [tokens, {hidden}] for hidden_size, got {list(shape)}")
+    return x
+
+
+def _call(
+    states: Sequence[KVState], weights: AttentionWeights, packed: bool, lengths: list[int], xs: list[Array]
+) -> tuple[list[KVState], list[Array]]:
+    config, device = states[0].config, states[0].device
+    native, kept = weights.native(device)  # `kept` holds arrays made from NumPy weights until the call is over
     handles, buffers = _native.causal_attention(
-        config.native(device),
-        {name: value.tensor for name, value in kept.items()},
-        packed,
-        [state.handle for state in group],
-        lengths,
-        [row.tensor for row in xs],
+        config.native(device), native, packed, [s.handle for s in states], lengths, [x.tensor for x in xs]
     )
-    new = tuple(
+    del kept
+    new = [
         KVState(device, config, handle, None if state._length is None else state._length + length)
-        for handle, state, length in zip(handles, group, lengths, strict=True)
-    )
-    ys = tuple(output(device, y, row.shape, row.dtype) for y, row in zip(buffers, xs, strict=True))
-    if one:
-        return new[0], ys[0]
-    return new, ys[0] if packed else ys
+        for handle, state, length in zip(handles, states, lengths, strict=True)
+    ]
+    return new, [Array(device, y, x.shape, x.format) for y, x in zip(buffers, xs, strict=True)]

@@ -58,6 +58,9 @@ class Device:
 
     def cached(self, key: Any, make: Any) -> Any:
         """`make()`, once per key and device: compiled things that depend on nothing but the key."""
+        found = self._cache.get(key)
+        if found is not None:
+            return found
         with self._lock:
             if key not in self._cache:
                 self._cache[key] = make()

@@ -144,11 +144,15 @@ def jit(function: Callable[..., Any]) -> Callable[..., Any]:
         leaves: list[Any] = []
         nest = _flatten((args, kwargs), leaves)
         device = next((leaf.device for leaf in leaves if not isinstance(leaf, np.ndarray)), None) or default_device()
-        leaves = [array(leaf, device=device) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
-        if any(leaf.device is not device for leaf in leaves):
-            raise InvalidArgument("jit: expected arrays and states of one device")
-        arrays = [leaf for leaf in leaves if isinstance(leaf, DeviceArray)]
-        states = [leaf for leaf in leaves if isinstance(leaf, KVState)]
+        arrays, states = [], []
+        for leaf in leaves:
+            if isinstance(leaf, KVState):
+                states.append(leaf)
+            else:
+                arrays.append(array(leaf, device=device) if isinstance(leaf, np.ndarray) else leaf)
+                leaf = arrays[-1]
+            if leaf.device is not device:
+                raise InvalidArgument("jit: expected arrays and states of one device")
         if recording():
             args, kwargs = _build(nest, iter(arrays), iter(states))
             return function(*args, **kwargs)
@@ -178,7 +182,8 @@ def _record(function: Callable[..., Any], device: Device, nest: Any, arrays: lis
         nonlocal structure
         args, kwargs = _build(nest, iter(own), iter(aliases))
         made: list[Any] = []
-        inputs = {id(v): ("input", kind, i) for kind, vs in enumerate((own, aliases)) for i, v in enumerate(vs)}
+        inputs = {id(v): ("input", 0, i) for i, v in enumerate(own)}
+        inputs |= {id(v): ("input", 1, i) for i, v in enumerate(aliases)}
         structure = _flatten(function(*args, **kwargs), made, inputs)
         made = [array(m, device=device) if isinstance(m, np.ndarray) else m for m in made]
         return [m for m in made if isinstance(m, DeviceArray)], [m for m in made if isinstance(m, KVState)]
@@ -191,22 +196,22 @@ def _flatten(value: Any, leaves: list[Any], inputs: dict[int, Any] | None = None
     """A hashable description of a nest, its arrays and states appended to `leaves` in order."""
     if inputs and id(value) in inputs:
         return inputs[id(value)]
-    if isinstance(value, np.ndarray):
-        leaves.append(value)
-        return "array", Array, value.shape, NAMES.get(value.dtype)
     if isinstance(value, DeviceArray):
         leaves.append(value)
         return "array", type(value), value.shape, value.format
+    if isinstance(value, np.ndarray):
+        leaves.append(value)
+        return "array", Array, value.shape, NAMES.get(value.dtype)
     if isinstance(value, KVState):
         leaves.append(value)
         return "state", value.config
     if isinstance(value, (tuple, list)):
-        return "sequence", type(value), tuple(_flatten(v, leaves, inputs) for v in value)
+        return "sequence", type(value), tuple([_flatten(v, leaves, inputs) for v in value])
     if isinstance(value, dict):
-        return "dict", tuple(value), tuple(_flatten(v, leaves, inputs) for v in value.values())
+        return "dict", tuple(value), tuple([_flatten(v, leaves, inputs) for v in value.values()])
     if hasattr(value, "tree_flatten"):  # as in jax.tree_util.register_pytree_node_class
         children, auxiliary = value.tree_flatten()
-        return "node", type(value), auxiliary, tuple(_flatten(v, leaves, inputs) for v in children)
+        return "node", type(value), auxiliary, tuple([_flatten(v, leaves, inputs) for v in children])
     if is_dataclass(value) and not isinstance(value, type) and not isinstance(value, AttentionConfig):
         names = tuple((f.name, f.init) for f in fields(value))
         return "dataclass", type(value), names, tuple(_flatten(getattr(value, n), leaves, inputs) for n, _ in names)

@@ -108,6 +108,29 @@ class AttentionWeights(NamedTuple):
     v_bias: Any = None
     o_bias: Any = None
 
+    def native(self, device: Device) -> tuple[Any, Any]:
+        """(The native weights, what has to live until the call is over.)
+
+        They are made once and kept at `q_proj`: addresses alone, good as long as each weight has the native tensor
+        they were made from, which a closed one has not.
+        """
+        first = self.q_proj
+        if isinstance(first, DeviceArray) and first._group is not None:
+            struct, tensors = first._group
+            for value, tensor in zip(self, tensors, strict=True):
+                if value is None:
+                    if tensor is not None:
+                        break
+                elif tensor is None or getattr(value, "_native_tensor", None) is not tensor:
+                    break
+            else:
+                return struct, self
+        arrays = self.tensors(device)
+        struct = _native.attention_weights({name: array.tensor for name, array in arrays.items()})
+        if first is not None and all(value is None or isinstance(value, DeviceArray) for value in self):
+            first._group = struct, tuple(None if value is None else value.tensor for value in self)
+        return struct, arrays
+
     def tensors(self, device: Device) -> dict[str, DeviceArray]:
         """The weights that are there, on the device, by field."""
         return {

@@ -156,16 +156,15 @@ def test_out_of_pages__in_a_replay_changes_nothing() -> None:
 def test_out_of_pages__while_recording_leaves_nothing(no_leaks: None) -> None:
     with pf.Device(threads=1, arena_bytes=2 * 65536) as device:
         weights, x = tiny.layer(PAGED, device), pf.array(tiny.rows(8), device=device)
-        step = pf.jit(lambda s, x: [pf.causal_attention(s, x, weights)[0] for _ in range(3)])
+        step = pf.jit(lambda s, x, w: [pf.causal_attention(s, x, w)[0] for _ in range(3)])
         state = pf.init_state(PAGED, device=device)
         for _ in range(2):
             with pytest.raises(pf.OutOfPages):
-                step(state, x)
+                step(state, x, weights)
             gc.collect()
             assert device.arena_stats()["used_pages"] == 0
         state, _ = pf.causal_attention(state, x, weights)
         device.arena_stats()  # waits
-        del step, weights
 
 
 def test_context__too_long_in_a_replay_is_refused(no_leaks: None) -> None:

@@ -78,12 +78,13 @@ def interpret(kit: dict[Any, Any], program: list[Instruction], arrays: list[pf.A
             state, y = pf.causal_attention(states[b % len(states)], x, kit["layer"])
             values.append(y)
             states.append(state)
-        elif name == "packed":
-            if x := pick(a, lambda v: matrix(v, "F16", "F32") and v.shape[1] == 32 and v.shape[0] > 1):
-                group = [states[b % len(states)], states[c % len(states)]]
-                made, y = pf.causal_attention(group, pf.Ragged(x, [1, x.shape[0] - 1]), kit["layer"])
-                values.append(y)
-                states.extend(made)
+        elif name == "packed" and (
+            x := pick(a, lambda v: matrix(v, "F16", "F32") and v.shape[1] == 32 and v.shape[0] > 1)
+        ):
+            group = [states[b % len(states)], states[c % len(states)]]
+            made, y = pf.causal_attention(group, pf.Ragged(x, [1, x.shape[0] - 1]), kit["layer"])
+            values.append(y)
+            states.extend(made)
     return values, states
 
 

@@ -94,6 +94,38 @@ def test_close__twice_is_once_and_use_after_it_is_an_error(no_leaks: None) -> No
     assert (np.asarray(x).shape, kept.keys().shape) == ((2, 32), (1, 1, 16))
 
 
+def test_weights__kept_for_the_next_call_hold_no_memory_and_no_closed_array(no_leaks: None) -> None:
+    """The native weights are made once; any change of a weight, its end included, makes the next call look again."""
+    x, empty = tiny.rows(2), pf.init_state(tiny.LAYER)
+
+    def results(weights: pf.AttentionWeights) -> list[bytes]:
+        return [np.asarray(pf.causal_attention(empty, x, weights)[1]).tobytes() for _ in range(2)]
+
+    weights = tiny.layer()
+    full = results(weights)
+    for field in weights._fields[1:]:
+        host = np.asarray(getattr(weights, field))
+        assert results(weights._replace(**{field: host * 2})) != full
+        assert results(weights._replace(**{field: pf.array(host * 2)})) != full
+        assert results(weights._replace(**{field: host})) == results(weights) == full
+    bare = weights._replace(q_norm=None, o_bias=None)
+    assert full != results(bare) == results(tiny.layer()._replace(q_norm=None, o_bias=None))
+    assert results(bare._replace(q_norm=np.asarray(weights.q_norm), o_bias=np.asarray(weights.o_bias))) == full
+    for field in weights._fields:
+        weights = tiny.layer()
+        assert results(weights) == full
+        before = _native.debug_counts()["buffers"]
+        getattr(weights, field).close()
+        assert _native.debug_counts()["buffers"] == before - 1
+        with pytest.raises(pf.StateError, match="closed"):
+            results(weights)
+        closed = getattr(weights, field)
+        if field in ("q_norm", "o_bias"):  # closed where the kept weights have none
+            results(bare)
+            with pytest.raises(pf.StateError, match="closed"):
+                results(bare._replace(**{field: closed}))
+
+
 EXIT = """
 import sys, threading, time
 import pyferrum as pf

@@ -40,9 +40,11 @@ class ModelState:
 
     __slots__ = ("_group", "_layers", "_length", "_like")
 
-    def __init__(self, layers: tuple[KVState, ...]) -> None:
+    def __init__(self, layers: Sequence[KVState]) -> None:
         self._layers: tuple[KVState, ...] | None = tuple(layers)
         self._group: Any = None
+        self._length: int | None = None
+        self._like: tuple[Device, AttentionConfig, int] | None = None
 
     @classmethod
     def _of_group(cls, group: Any, length: int, like: tuple[Device, AttentionConfig, int]) -> ModelState:
@@ -55,6 +57,7 @@ class ModelState:
     def layers(self) -> tuple[KVState, ...]:
         """A state for each layer."""
         if self._layers is None:
+            assert self._like is not None
             device, config, count = self._like
             handles = [_native.GroupMember(self._group, i) for i in range(count)]
             self._layers = tuple(KVState(device, config, handle, self._length) for handle in handles)
@@ -63,7 +66,7 @@ class ModelState:
     @property
     def length(self) -> int:
         """Tokens."""
-        return self._length if self._layers is None else self._layers[0].length
+        return self.layers[0].length if self._length is None else self._length
 
     def truncate(self, length: int) -> ModelState:
         """The first `length` tokens: O(layers), shares everything."""
