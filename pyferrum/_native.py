@@ -6,6 +6,7 @@ status codes into exceptions, and never let a Python object outlive what it poin
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -390,7 +391,7 @@ def program_run(
     such a group, or a list of handles.
     """
     buffers = _empties("buffer", arrays)
-    made = [ffi.gc(ffi.new(_STATES, size + 1), lib.ferrum_states_release) for size in groups]
+    made = [ffi.gc(ffi.new(_group_type(size)), lib.ferrum_states_release) for size in groups]
     count = sum(groups)
     lengths = ffi.new(_U64S, count)
     _check(
@@ -404,6 +405,11 @@ def program_run(
         )
     )
     return buffers, made, ffi.unpack(lengths, count) if count else []
+
+
+@functools.cache
+def _group_type(size: int) -> Any:
+    return ffi.typeof(f"ferrum_state *[{size + 1}]")  # the length in the type: cffi forgets another one
 
 
 def states_release(group: Any) -> None:

@@ -31,6 +31,8 @@ def bits(value: Any) -> Any:
         return {name: bits(child) for name, child in value.items()}
     if isinstance(value, (tuple, list)):
         return type(value), [bits(child) for child in value]
+    if hasattr(value, "tree_flatten"):
+        return type(value), bits(value.tree_flatten())
     return type(value), bits(vars(value)) if hasattr(value, "__dict__") else value
 
 
