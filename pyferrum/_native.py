@@ -441,8 +441,8 @@ def _tensors(tensors: Sequence[Any]) -> Any:
 
 
 def _states(handles: Sequence[Handle]) -> Any:
-    if len(handles) == 1:
-        return handles[0]
+    if len(handles) == 1 and not isinstance(handles[0], GroupMember):
+        return handles[0]  # a pointer to one is an array of one
     return ffi.new(_STATES, [handle[0] for handle in handles])
 
 

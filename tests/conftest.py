@@ -29,8 +29,10 @@ def model(model_path: Path) -> pf.Model:
 
 
 def settled_counts() -> dict[str, int]:
-    """Live native objects once garbage is gone, without the configurations that the default device remembers."""
+    """Live native objects once garbage is gone, without what devices and models remember: configurations, recordings."""
     pf.default_device()._cache.clear()
+    for model in [candidate for candidate in gc.get_objects() if isinstance(candidate, pf.Model)]:
+        model._programs.clear()
     gc.collect()
     pf.arena_stats()  # waits: on an asynchronous device, calls under way hold what they use
     return _native.debug_counts()

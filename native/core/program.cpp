@@ -187,9 +187,8 @@ void Program::lay_out_scratch() {
     for (size_t i = inputs_.size(); i < slots_.size(); i++)
         if (!slots_[i].is_output) ends[slots_[i].last_use].push_back(int(i));
     for (size_t n = 0; n < nodes_.size(); n++) {
-        const auto &outputs =
-            std::visit([](const auto &node) -> const std::vector<int> & { return node.outputs; }, nodes_[n]);
-        for (int output : outputs)
+        const auto *outputs = std::visit([](const auto &node) { return &node.outputs; }, nodes_[n]);
+        for (int output : *outputs)
             if (Slot &slot = slots_[size_t(output)]; !slot.is_output) slot.scratch_offset = take(size(slot));
         for (int slot : ends[n]) give(slots_[size_t(slot)].scratch_offset, size(slots_[size_t(slot)]));
     }

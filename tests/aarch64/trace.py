@@ -162,7 +162,9 @@ class Trace:
             *(blob(np.array(tokens, np.uint64).tobytes()), self._tensors(*rows)),
         )
         tensors = {name: value.tensor for name, value in weights.items()}
-        new, ys = _native.causal_attention(attention, tensors, packed, states, tokens, [row.tensor for row in rows])
+        new, ys = _native.causal_attention(
+            attention, _native.attention_weights(tensors), packed, states, tokens, [row.tensor for row in rows]
+        )
         self._write("causal_attention", *parts, word(len(new)), word(len(ys)), *map(result, ys))
         return [self._keep("state", state) for state in new]
 
