@@ -196,6 +196,17 @@ void multiply_rows(const Call &call, const X &x, uint64_t begin, uint64_t end, c
     }
 }
 
+// The same against groups [group, last) of outputs.
+template <class F, class X>
+void multiply_groups(const Call &call, const X &x, uint64_t begin, uint64_t end, const uint8_t *packed, uint32_t group,
+                     uint32_t last) {
+    const uint64_t group_bytes = packed_group_bytes<F>(call.params<ferrum_linear_params>().in_features);
+    const bool streams = end - begin <= kStreamRows;
+    for (; !streams && group + kTileGroups <= last; group += kTileGroups, packed += kTileGroups * group_bytes)
+        multiply_rows<F, kTileGroups>(call, x, begin, end, packed, group);
+    for (; group < last; group++, packed += group_bytes) multiply_rows<F, 1>(call, x, begin, end, packed, group);
+}
+
 template <class F, class X>
 void multiply(const Call &call, Worker &worker, const X &x, const LinearTemp &temp) {
     const auto &p = call.params<ferrum_linear_params>();
@@ -219,10 +230,15 @@ void multiply(const Call &call, Worker &worker, const X &x, const LinearTemp &te
             }
             packed = own;
         }
-        const bool streams = end - row <= kStreamRows;
-        for (; !streams && group + kTileGroups <= last; group += kTileGroups, packed += kTileGroups * group_bytes)
-            multiply_rows<F, kTileGroups>(call, x, row, end, packed, group);
-        for (; group < last; group++, packed += group_bytes) multiply_rows<F, 1>(call, x, row, end, packed, group);
+        if constexpr (F::bits == 16)
+            if (end - row > 16) {  // many rows: each weight becomes float32 once, not once a tile
+                using Element = typename F::Element;
+                float *wide = (float *)(own + temp.group_bytes * kItemGroups);
+                const uint64_t count = (last - group) * p.in_features * kOutputs;
+                for (uint64_t i = 0; i < count; i += kOutputs) store(wide + i, load((const Element *)packed + i));
+                return multiply_groups<f32>(call, x, row, end, (const uint8_t *)wide, group, last);
+            }
+        multiply_groups<F>(call, x, row, end, packed, group, last);
     });
 }
 

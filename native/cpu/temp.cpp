@@ -57,7 +57,9 @@ LinearTemp linear_temp(const ferrum_launch &launch, unsigned threads) {
     };
     temp.values = take(rows * width * (layout.dense ? 4 : 2));
     temp.sums = take(layout.dense ? 0 : rows * (width / 32) * kBlockSumsBytes);
-    temp.thread_bytes = align_up(kItemGroups * layout.group_bytes(width), 64);
+    temp.group_bytes = layout.group_bytes(width);
+    const uint64_t wide = layout.dense ? packed_bytes(format_f32, kGroupOutputs, width) : 0;
+    temp.thread_bytes = align_up(kItemGroups * (temp.group_bytes + wide), 64);
     temp.groups = take(temp.thread_bytes * threads);
     return temp;
 }
