@@ -29,7 +29,7 @@ def model(model_path: Path) -> pf.Model:
 
 
 def settled_counts() -> dict[str, int]:
-    """Live native objects once garbage is gone, without what devices and models remember: configurations, recordings."""
+    """Live native objects once garbage is gone, without the configurations and recordings that are remembered."""
     pf.default_device()._cache.clear()
     for model in [candidate for candidate in gc.get_objects() if isinstance(candidate, pf.Model)]:
         model._programs.clear()

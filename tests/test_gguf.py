@@ -341,3 +341,17 @@ def test_demo_model__tensors_and_open_time(model_path: Path) -> None:
     for name in ("blk.7.attn_q.weight", "blk.29.ffn_norm.weight", "token_embd.weight"):
         assert model.tensors[name].data.tobytes() == reader[name].data.tobytes()
         assert model.tensors[name].offset == reader[name].data_offset
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's account of resident pages")
+def test_release_pages__gives_memory_back_and_the_bytes_stay(model_path: Path) -> None:
+    def resident() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssFile"))
+
+    tensor = open_gguf(model_path).tensors["token_embd.weight"]
+    total = int(tensor.data.sum(dtype=np.int64))
+    before = resident()
+    tensor.release_pages()
+    assert before - resident() > 0.9 * tensor.nbytes
+    assert int(tensor.data.sum(dtype=np.int64)) == total

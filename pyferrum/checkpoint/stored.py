@@ -65,9 +65,10 @@ class StoredTensor:
 
     def release_pages(self) -> None:
         """Let the system drop the tensor's pages from memory; whoever reads them again reads the file again."""
-        mapped = self.data
-        while isinstance(mapped, np.ndarray) and mapped.base is not None:
+        mapped: Any = self.data
+        while isinstance(mapped, np.ndarray):
             mapped = mapped.base
+        mapped = getattr(mapped, "obj", None)  # NumPy holds a memoryview of the map
         if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
             first = -(-self.offset // mmap.PAGESIZE) * mmap.PAGESIZE
             last = (self.offset + self.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
