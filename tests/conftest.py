@@ -28,11 +28,15 @@ def model(model_path: Path) -> pf.Model:
     return pf.load(model_path)
 
 
+def _forget_recordings() -> None:
+    for model in [candidate for candidate in gc.get_objects() if isinstance(candidate, pf.Model)]:
+        model._programs.clear()
+
+
 def settled_counts() -> dict[str, int]:
     """Live native objects once garbage is gone, without the configurations and recordings that are remembered."""
     pf.default_device()._cache.clear()
-    for model in [candidate for candidate in gc.get_objects() if isinstance(candidate, pf.Model)]:
-        model._programs.clear()
+    _forget_recordings()
     gc.collect()
     pf.arena_stats()  # waits: on an asynchronous device, calls under way hold what they use
     return _native.debug_counts()
