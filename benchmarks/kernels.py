@@ -23,6 +23,7 @@ import numpy as np
 import pyferrum as pf
 from benchmarks.files import random_blocks
 from pyferrum.formats import DTYPES, FORMATS
+from pyferrum.weights import prepare
 
 
 def median_seconds(call: Callable[[int], Any], budget: float, least: int = 5) -> float:
@@ -77,7 +78,10 @@ def matrices(name: str, width: int, megabytes: int, rng: np.random.Generator, de
     x = rng.standard_normal((width, width), np.float32) / np.sqrt(width)
     if name in DTYPES:
         data = x.astype(DTYPES[name])
-        return [pf.array(data, device=device) for _ in range((megabytes << 20) // data.nbytes + 1)]
+        arrays = [pf.array(data, device=device) for _ in range((megabytes << 20) // data.nbytes + 1)]
+        for array in arrays:
+            prepare(array)  # as the loader of a checkpoint does
+        return arrays
     kind = gguf.GGMLQuantizationType[name]
     data = random_blocks(kind, width, width, rng) if name.endswith("_K") else gguf.quants.quantize(x, kind)
     count = (megabytes << 20) // data.nbytes + 1

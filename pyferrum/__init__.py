@@ -40,7 +40,7 @@ from pyferrum.ring import DFlash2Ring, init_dflash2_ring, load_dflash2_ring
 from pyferrum.score import Score, score
 from pyferrum.speculative import SpeculativeResponse, speculative_generate, speculative_generate_batch
 from pyferrum.state import KVState, init_state, load_state
-from pyferrum.weights import AttentionWeights, BlockArray, block_array
+from pyferrum.weights import AttentionWeights, BlockArray, block_array, prepare
 
 __version__ = "0.1.0"
 
@@ -100,6 +100,7 @@ __all__ = [
     "load_draft",
     "load_state",
     "plan_attention",
+    "prepare",
     "random",
     "residual_add",
     "rms_norm",

@@ -45,17 +45,25 @@ class GenerationResponse:
     """Everything up to, but not including, this token."""
 
 
-def prompt_tokens(model: Model, prompt: Prompt, *, continued: bool = False) -> list[int]:
-    """Token ids of a prompt: text (behind BOS if the tokenizer says so and nothing came before), messages, or ids."""
+def prompt_text(model: Model, prompt: Prompt) -> str | None:
+    """A prompt's text, messages in the chat template; None if it is of token ids."""
     if isinstance(prompt, str):
-        return model.tokenizer.encode(prompt, add_bos=False if continued else None)
+        return prompt
     messages = [entry for entry in prompt if isinstance(entry, Mapping)]
-    tokens = [int(token) for token in prompt if not isinstance(token, Mapping)]
-    if messages and tokens:
+    ids = len(prompt) - len(messages)
+    if messages and ids:
         raise InvalidArgument(
-            f"prompt: expected chat messages or token ids, got {len(messages)} messages and {len(tokens)} ids"
+            f"prompt: expected chat messages or token ids, got {len(messages)} messages and {ids} ids"
         )
-    return model.tokenizer.encode_chat(messages) if messages else tokens
+    return model.tokenizer.apply_chat_template(messages) if messages else None
+
+
+def prompt_tokens(model: Model, prompt: Prompt, *, continued: bool = False) -> list[int]:
+    """Token ids of a prompt; of a text, behind BOS if the tokenizer says so and nothing came before."""
+    text = prompt_text(model, prompt)
+    if text is None:
+        return [int(token) for token in prompt]  # type: ignore[arg-type]
+    return model.tokenizer.encode(text, add_bos=False if continued else None)
 
 
 def generate(

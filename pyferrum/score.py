@@ -5,7 +5,7 @@ States are immutable, so sharing one copies nothing, and a score has the same bi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from pyferrum.checkpoint import Tokenizer
 from pyferrum.errors import InvalidArgument
-from pyferrum.generate import Prompt
+from pyferrum.generate import Prompt, prompt_text, prompt_tokens
 from pyferrum.models.model import Model, ModelState
 from pyferrum.ops import argmax, cross_entropy
 
@@ -71,7 +71,7 @@ def score(
     if isinstance(continuations, str):
         raise InvalidArgument("continuations: expected a list of texts or of token ids, got one text")
     before = state is not None and state.length > 0
-    text, ids = _context(model, prompt, before)
+    text, ids = prompt_text(model, prompt), prompt_tokens(model, prompt, continued=before)
     groups: dict[tuple[int, ...], list[int]] = {}
     scored: list[list[int]] = []
     for index, continuation in enumerate(continuations):
@@ -157,17 +157,6 @@ def encode_pair(
     if whole[: len(head)] == head and (len(whole) > len(head) or not continuation):
         return head, whole[len(head) :]
     return head, tokenizer.encode(continuation, add_bos=False)
-
-
-def _context(model: Model, prompt: Prompt, continued: bool) -> tuple[str | None, list[int]]:
-    """The prompt's text, unless it is of ids, and its tokens."""
-    if isinstance(prompt, str):
-        text = prompt
-    elif any(isinstance(entry, Mapping) for entry in prompt):
-        text = model.tokenizer.apply_chat_template([entry for entry in prompt if isinstance(entry, Mapping)])
-    else:
-        return None, [int(token) for token in prompt if not isinstance(token, Mapping)]
-    return text, model.tokenizer.encode(text, add_bos=False if continued else None)
 
 
 def _stand_in(model: Model, continued: bool) -> list[int]:

@@ -59,8 +59,18 @@ def block_array(data: ArrayLike, format: str, shape: tuple[int, int], *, device:
 def prepare(weight: Weight) -> int:
     """Let the weight's device make what it needs to multiply it often; no result depends on it.
 
-    Loaders and `block_array` do this. Gives the bytes that the device holds beside the weight, as long as that lives:
-    the CPU device keeps a copy in the order its kernels read, Metal multiplies the stored form.
+    Loaders and `block_array` do this; a dense matrix of one's own is worth it where it is multiplied often, for
+    without it the CPU device lays the matrix out anew for each call.
+
+    Args:
+        weight: a matrix [out, in] that `linear` takes.
+
+    Returns:
+        Bytes that the device holds beside the weight, as long as that lives: the CPU device keeps a copy in the order
+        its kernels read, Metal multiplies the stored form.
+
+    Raises:
+        InvalidArgument: not a matrix.
     """
     return _native.weight_prepare(weight.device.handle, weight.tensor)
 

@@ -129,7 +129,7 @@ void Recorder::check_indices(const char *op, const char *name, const ferrum_tens
 }
 
 void Recorder::operation(const Submission &work, const std::vector<Ref<Buffer>> &outputs) {
-    LaunchNode node{work.label, work.launches, {}, {}};
+    LaunchNode node{work.launches, {}, {}};
     for (const Ref<Buffer> &output : outputs) node.outputs.push_back(add_output(output.get()));
     for (const Resource &resource : work.resources) node.resources.push_back(place(resource.buffer, resource.offset));
     program_->nodes_.push_back(std::move(node));

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <map>
-#include <optional>
 #include <variant>
 
 #include "causal_attention.h"
@@ -19,7 +18,6 @@ struct Place {
 
 // A call of one operation as it was recorded.
 struct LaunchNode {
-    const char *op;
     std::vector<ferrum_launch> launches;
     std::vector<Place> resources;
     std::vector<int> outputs;

@@ -71,13 +71,11 @@ constexpr uint64_t kPreparedSlab = 32 << 20;
 
 class MappedSlab : public Slab {
    public:
-    explicit MappedSlab(uint64_t bytes, bool huge_pages = false) : bytes_(bytes) {
+    explicit MappedSlab(uint64_t bytes) : bytes_(bytes) {
         data_ = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (data_ == MAP_FAILED) throw std::bad_alloc();
 #ifdef MADV_HUGEPAGE
-        if (huge_pages) madvise(data_, bytes, MADV_HUGEPAGE);  // a wish: what is streamed stalls on page walks
-#else
-        (void)huge_pages;
+        madvise(data_, bytes, MADV_HUGEPAGE);  // a wish: what is streamed stalls on page walks
 #endif
     }
     ~MappedSlab() override { munmap(data_, bytes_); }
@@ -276,7 +274,7 @@ class CpuDevice : public Device {
     Ref<Buffer> wrap(const void *data, uint64_t bytes) override {
         return Ref<WrappedBuffer>::adopt(new WrappedBuffer(this, data, bytes));
     }
-    std::unique_ptr<Slab> allocate_slab(uint64_t bytes) override { return std::make_unique<MappedSlab>(bytes, true); }
+    std::unique_ptr<Slab> allocate_slab(uint64_t bytes) override { return std::make_unique<MappedSlab>(bytes); }
     // Every kernel here is exact; spans of 256 tokens give several threads something to do in a short context.
     Traits traits() const override { return {256, false}; }
     void wait() override {}  // submit returns when the work is done
@@ -306,7 +304,7 @@ class CpuDevice : public Device {
         buffer->wait();
         std::lock_guard lock(run_);
         if (!prepared_slab_ || prepared_slab_->bytes() - prepared_used_ < bytes) {
-            prepared_slab_ = std::make_shared<MappedSlab>(std::max(align_up(bytes, kHugePage), kPreparedSlab), true);
+            prepared_slab_ = std::make_shared<MappedSlab>(std::max(align_up(bytes, kHugePage), kPreparedSlab));
             prepared_used_ = 0;
         }
         Prepared copy{weight.format, rows, width, prepared_slab_, prepared_slab_->host() + prepared_used_};

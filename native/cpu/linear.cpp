@@ -21,11 +21,10 @@ namespace {
 constexpr bool kWide = kRegisterLanes == 16;
 constexpr int kTileRows = kWide ? 6 : 3;
 constexpr int kTileGroups = kWide ? 2 : 1;  // groups of outputs that a tile of many rows takes at once
-
-constexpr uint64_t kItemRows = 96;         // rows of a work item
-constexpr uint64_t kItemBytes = 48 << 10;  // of weights that an item of few rows takes at least
-constexpr int kStreamRows = 4;             // up to so many, one group at a time: their pace is memory's
-constexpr uint64_t kAhead = 4096;          // bytes fetched ahead of them
+constexpr uint64_t kItemRows = 96;          // rows of a work item
+constexpr uint64_t kItemBytes = 48 << 10;   // of weights that an item of few rows takes at least
+constexpr int kStreamRows = 4;              // up to so many, one group at a time: their pace is memory's
+constexpr uint64_t kAhead = 4096;           // bytes fetched ahead of them
 
 void store_output(const Call &call, uint64_t row, uint32_t group, f32x16 value) {
     const auto &p = call.params<ferrum_linear_params>();
@@ -214,24 +213,27 @@ void multiply(const Call &call, Worker &worker, const X &x, const LinearTemp &te
     const uint32_t groups = (p.out_features + kOutputs - 1) / kOutputs,
                    items = (groups + kItemGroups - 1) / kItemGroups;
     const uint64_t row_items = (p.rows + kItemRows - 1) / kItemRows;
-    const uint64_t few = kItemBytes / (group_bytes * kItemGroups + 1);
+    // Where rows are few, items are small: several at a time, though every thread should get some.
+    uint64_t grain = p.rows <= FERRUM_FEW_ROWS ? kItemBytes / (group_bytes * kItemGroups + 1) : 1;
+    if (grain > items / (2 * call.threads)) grain = items / (2 * call.threads);
     uint8_t *own = call.temp + temp.groups + worker.index() * temp.thread_bytes;
-    worker.for_each(items * row_items, p.rows <= 16 && few > 1 ? few : 1, [&](uint64_t item) {
+    worker.for_each(items * row_items, grain > 1 ? grain : 1, [&](uint64_t item) {
         const uint64_t row = item / items * kItemRows, end = p.rows - row < kItemRows ? p.rows : row + kItemRows;
         uint32_t group = (uint32_t)(item % items) * kItemGroups;
         const uint32_t last = groups - group < (uint32_t)kItemGroups ? groups : group + kItemGroups;
-        const uint8_t *packed = call.packed + group * group_bytes;
-        if (!call.packed) {
+        const uint8_t *packed = own;
+        if (call.packed) {
+            packed = call.packed + group * group_bytes;
+        } else {
             for (uint32_t g = group; g < last; g++) {
                 const uint32_t left = p.out_features - g * kOutputs;
                 pack_group<F>(call.at<const uint8_t>(FERRUM_LINEAR_WEIGHT) + g * kOutputs * p.weight_row_bytes,
                               p.weight_row_bytes, left < kOutputs ? (int)left : kOutputs, p.in_features,
                               own + (g - group) * group_bytes);
             }
-            packed = own;
         }
         if constexpr (F::bits == 16)
-            if (end - row > 16) {  // many rows: each weight becomes float32 once, not once a tile
+            if (end - row > FERRUM_FEW_ROWS) {  // many rows: each weight becomes float32 once, not once a tile
                 using Element = typename F::Element;
                 float *wide = (float *)(own + temp.group_bytes * kItemGroups);
                 const uint64_t count = (last - group) * p.in_features * kOutputs;

@@ -129,14 +129,18 @@ static void pack_blocks(const uint8_t *rows, uint64_t row_bytes, int count, uint
 template <class T>
 static void pack_dense(const uint8_t *rows, uint64_t row_bytes, int count, uint64_t width, uint8_t *to) {
     T *out = (T *)to;
-    for (uint64_t k = 0; k < width; k += 16)
-        for (uint64_t i = k; i < k + 16 && i < width; i++)
-            for (int o = 0; o < kOutputs; o++) {
-                if (o < count)
-                    memcpy(out + i * kOutputs + o, (const T *)(rows + o * row_bytes) + i, sizeof(T));
-                else
-                    memset(out + i * kOutputs + o, 0, sizeof(T));
-            }
+    for (uint64_t k = 0; k < width; k += 16) {
+        const int inputs = width - k < 16 ? (int)(width - k) : 16;
+        i32x16 v[kOutputs];
+        FERRUM_UNROLL for (int o = 0; o < kOutputs; o++) {
+            const T *from = (const T *)(rows + o * row_bytes) + k;
+            T some[16] = {};
+            if (o < count && inputs < 16) memcpy(some, from, inputs * sizeof(T));
+            v[o] = load_bits(o < count && inputs == 16 ? from : some);
+        }
+        transpose(v);
+        for (int i = 0; i < inputs; i++) store_bits(out + (k + i) * kOutputs, v[i]);
+    }
 }
 
 template <class F>

@@ -282,6 +282,32 @@ static FERRUM_ALWAYS_INLINE i32x16 signed_bytes(const uint8_t *from) {
     return r;
 }
 
+// The bits of sixteen elements of 32 or 16 bits, one a lane.
+template <class T>
+static FERRUM_ALWAYS_INLINE i32x16 load_bits(const T *from) {
+    int32_t lanes[kLanes];
+    if constexpr (sizeof(T) == 4) {
+        memcpy(lanes, from, sizeof(lanes));
+    } else {
+        uint16_t bits[kLanes];
+        memcpy(bits, from, sizeof(bits));
+        for (int i = 0; i < kLanes; i++) lanes[i] = bits[i];
+    }
+    return load(lanes);
+}
+// And back.
+template <class T>
+static FERRUM_ALWAYS_INLINE void store_bits(T *to, i32x16 a) {
+    int32_t lanes[kLanes];
+    memcpy(lanes, &a, sizeof(a));
+    if constexpr (sizeof(T) == 4) {
+        memcpy(to, lanes, sizeof(lanes));
+    } else {
+        uint16_t bits[kLanes];
+        for (int i = 0; i < kLanes; i++) bits[i] = (uint16_t)lanes[i];
+        memcpy(to, bits, sizeof(bits));
+    }
+}
 // Lane j of row i becomes lane i of row j.
 static FERRUM_ALWAYS_INLINE void transpose(i32x16 *v) {
 #if defined(__AVX512F__)

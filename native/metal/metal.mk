@@ -5,7 +5,7 @@
 
 METAL_SOURCES := $(wildcard native/metal/*.m native/metal/*.cpp)
 SHADER_FILES  := $(wildcard shaders/*.metal shaders/*.h native/include/*.h)
-OBJC_WARNINGS := -Wall -Wextra -Werror
+OBJC_WARNINGS := -Wall -Wextra $(WERROR)
 METAL_LINK    := -framework Foundation -framework Metal -framework CoreGraphics
 
 # ---- The shaders, embedded: as source, and compiled where Apple's tools are

@@ -55,7 +55,7 @@ class ModelState:
 
     @property
     def layers(self) -> tuple[KVState, ...]:
-        """A state for each layer."""
+        """A state for each layer. They may have one owner: then pages go with the last of them, or with `close`."""
         if self._layers is None:
             assert self._like is not None
             device, config, count = self._like
@@ -342,7 +342,8 @@ def load(
 ) -> Model:
     """A model from a GGUF file, or from a folder (or file) of safetensors with its config.json.
 
-    Weights stay in the memory-mapped file, in the format they are stored in.
+    Weights are multiplied in the format they are stored in: from the memory-mapped file, or from a copy that the
+    device prepares (`Model.memory` says how large).
 
     Args:
         path: what to load.
