@@ -146,6 +146,7 @@ class WrappedBuffer : public CpuBuffer {
 struct InstructionSet {
     const char *name;
     const KernelFunction *kernels;
+    RowFunction (*row_function)(uint32_t kernel);
     void (*pack)(const Packing &job, uint64_t group);
     bool available;
 };
@@ -153,16 +154,16 @@ struct InstructionSet {
 std::vector<InstructionSet> instruction_sets() {
     return {
 #if defined(__x86_64__)
-        {"avx512", avx512::kernels, avx512::pack,
+        {"avx512", avx512::kernels, avx512::row_function, avx512::pack,
          __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
              __builtin_cpu_supports("avx512vnni")},
-        {"avx2", avx2::kernels, avx2::pack,
+        {"avx2", avx2::kernels, avx2::row_function, avx2::pack,
          __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")},
 #elif defined(__aarch64__)
-        {"neon", neon::kernels, neon::pack, true},
+        {"neon", neon::kernels, neon::row_function, neon::pack, true},
 #endif
-        {"portable", portable::kernels, portable::pack, true},
+        {"portable", portable::kernels, portable::row_function, portable::pack, true},
     };
 }
 
@@ -193,18 +194,78 @@ bool same_input(const Call &first, const Call &second) {
            linear_temp(*first.launch, 1).fixed_point == linear_temp(*second.launch, 1).fixed_point;
 }
 
+// What a launch reads row by row.
+struct Input {
+    const uint8_t *at;  // NULL: nothing that is
+    bool f32;
+    uint64_t rows, width, stride;
+};
+
+Input input_of(const Call &call) {
+    const uint32_t kernel = call.launch->kernel;
+    if (is_linear(kernel)) {
+        const auto &p = call.params<ferrum_linear_params>();
+        return {call.slots[FERRUM_LINEAR_X], false, p.rows, p.in_features, p.input_stride};
+    }
+    if (kernel == kernel_rms_norm_f16 || kernel == kernel_rms_norm_f32) {
+        const auto &p = call.params<ferrum_rms_norm_params>();
+        return {call.slots[FERRUM_RMS_NORM_X], kernel == kernel_rms_norm_f32, p.rows, p.width, p.width};
+    }
+    return {};
+}
+
+// Whether the rows that the launch writes are these.
+bool writes(const Call &call, const Input &input) {
+    const uint32_t kernel = call.launch->kernel;
+    switch (kernel) {
+        case kernel_rms_norm_f16:
+        case kernel_rms_norm_f32: {
+            const auto &p = call.params<ferrum_rms_norm_params>();
+            return call.slots[FERRUM_RMS_NORM_Y] == input.at && !input.f32 && p.rows == input.rows &&
+                   p.width == input.width && p.output_stride == input.stride;
+        }
+        case kernel_residual_add_f16:
+        case kernel_residual_add_f32: {
+            const auto &p = call.params<ferrum_residual_add_params>();
+            return call.slots[FERRUM_RESIDUAL_ADD_Y] == input.at && input.f32 == (kernel == kernel_residual_add_f32) &&
+                   p.rows == input.rows && p.width == input.width && p.width == input.stride;
+        }
+        case kernel_swiglu_f16:
+            return call.slots[FERRUM_SWIGLU_Y] == input.at && !input.f32 && input.width == input.stride &&
+                   call.params<ferrum_swiglu_params>().elements == input.rows * input.width;
+        default:
+            return false;
+    }
+}
+
+// Whether a row of `y`, written early, could be part of another row that the residual has yet to read: memory is given
+// out again once its last reader is done, and behind a residual come launches that know it to be.
+bool overwrites(const ferrum_rms_norm_params &norm, const uint8_t *y, const Call &residual) {
+    const auto &p = residual.params<ferrum_residual_add_params>();
+    const uint64_t element = residual.launch->kernel == kernel_residual_add_f32 ? 4 : 2;
+    auto meets = [&](const uint8_t *x, uint64_t row_bytes) {
+        const uint64_t y_row_bytes = uint64_t(norm.output_stride) * 2;
+        const bool same_rows = x == y && row_bytes == y_row_bytes;
+        return !same_rows && x < y + norm.rows * y_row_bytes && y < x + p.rows * row_bytes;
+    };
+    return meets(residual.slots[FERRUM_RESIDUAL_ADD_X], p.width * element) ||
+           meets(residual.slots[FERRUM_RESIDUAL_ADD_BRANCH], uint64_t(p.branch_stride) * 2);
+}
+
 // A submission with its buffers resolved and its temporary memory laid out.
 struct Launches : Job {
-    Launches(Submission &&submission, const KernelFunction *kernels, unsigned threads)
+    Launches(Submission &&submission, const InstructionSet &set, unsigned threads)
         : Job(unsigned(submission.launches.size()) * kLoopsPerLaunch),
           work(std::move(submission)),
-          kernels(kernels),
+          kernels(set.kernels),
           calls(work.launches.size()) {
         uint64_t at = 0;
         for (size_t i = 0; i < calls.size(); i++) {
             const ferrum_launch &launch = work.launches[i];
             Call &call = calls[i];
-            call = {&launch, {}, nullptr, nullptr, 0, false, threads};
+            call = {};
+            call.launch = &launch;
+            call.threads = threads;
             for (uint32_t b = 0; b < launch.binding_count; b++) {
                 const ferrum_binding &binding = launch.bindings[b];
                 const Resource &resource = work.resources[binding.resource];
@@ -221,6 +282,21 @@ struct Launches : Job {
             }
             at = std::max(at, call.temp_offset + align_up(cpu::temp_bytes(launch, threads), 64));
             temp_bytes = std::max(temp_bytes, at);
+            if (is_linear(launch.kernel) && !call.temp_is_ready) merge(i, set.row_function);
+        }
+    }
+    // Norms, residuals and SwiGLU in front of linear launch `i` become part of how it prepares its input: one pass over
+    // memory and one barrier instead of several.
+    void merge(size_t i, RowFunction (*row_function)(uint32_t)) {
+        for (; i > 0; i--) {
+            const bool alone = calls[i].launch->barrier && (i == 1 || calls[i - 1].launch->barrier);
+            const RowFunction function = row_function(calls[i - 1].launch->kernel);
+            if (!alone || !function || !writes(calls[i - 1], input_of(calls[i]))) return;
+            if (!is_linear(calls[i].launch->kernel) &&
+                overwrites(calls[i].params<ferrum_rms_norm_params>(), calls[i].slots[FERRUM_RMS_NORM_Y], calls[i - 1]))
+                return;
+            calls[i].before = &calls[i - 1];
+            calls[i - 1].row_function = function;
         }
     }
     const uint8_t *prepared_weight(const ferrum_launch &launch) const {
@@ -236,6 +312,7 @@ struct Launches : Job {
     }
     void run(Worker &worker) override {
         for (const Call &call : calls) {
+            if (call.row_function) continue;
             if (call.launch->barrier) worker.barrier();
             kernels[call.launch->kernel](call, worker);
         }
@@ -283,7 +360,7 @@ class CpuDevice : public Device {
     }
 
     void submit(Submission &&work) override {
-        auto job = std::make_shared<Launches>(std::move(work), set_.kernels, pool_->threads());
+        auto job = std::make_shared<Launches>(std::move(work), set_, pool_->threads());
         std::lock_guard lock(run_);
         if (temp_size_ < job->temp_bytes) {
             temp_.reset(static_cast<uint8_t *>(blocks.take(BlockCache::size_class(job->temp_bytes))));

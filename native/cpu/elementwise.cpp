@@ -7,39 +7,54 @@ namespace ferrum::cpu::FERRUM_CPU_ISA {
 namespace {
 
 template <class X>
-void rms_norm(const Call &call, Worker &worker) {
+void rms_norm_row(const Call &call, uint64_t row, uint32_t) {
     const auto &p = call.params<ferrum_rms_norm_params>();
-    worker.for_each(p.rows, 4, [&](uint64_t row) {
-        const X *x = call.at<const X>(FERRUM_RMS_NORM_X) + row * p.width;
-        half *y = call.at<half>(FERRUM_RMS_NORM_Y) + row * p.output_stride;
-        f32x16 squares = splat(0.0f);
-        for (uint32_t i = 0; i < p.width; i += kLanes) {
-            const f32x16 v = load_up_to(x + i, p.width - i);
-            squares = fma(v, v, squares);
-        }
-        const f32x16 scale = splat(1.0f / __builtin_sqrtf(sum(squares) / (float)p.width + p.epsilon));
-        for (uint32_t i = 0; i < p.width; i += kLanes) {
-            const uint64_t left = p.width - i;
-            const f32x16 weight = call.constant(FERRUM_CONSTANT_NORM_F32)
-                                      ? load_up_to(call.at<const float>(FERRUM_RMS_NORM_WEIGHT) + i, left)
-                                      : load_up_to(call.at<const half>(FERRUM_RMS_NORM_WEIGHT) + i, left);
-            store_up_to(y + i, load_up_to(x + i, left) * scale * weight, left);
-        }
-    });
+    const X *x = call.at<const X>(FERRUM_RMS_NORM_X) + row * p.width;
+    half *y = call.at<half>(FERRUM_RMS_NORM_Y) + row * p.output_stride;
+    f32x16 squares = splat(0.0f);
+    for (uint32_t i = 0; i < p.width; i += kLanes) {
+        const f32x16 v = load_up_to(x + i, p.width - i);
+        squares = fma(v, v, squares);
+    }
+    const f32x16 scale = splat(1.0f / __builtin_sqrtf(sum(squares) / (float)p.width + p.epsilon));
+    for (uint32_t i = 0; i < p.width; i += kLanes) {
+        const uint64_t left = p.width - i;
+        const f32x16 weight = call.constant(FERRUM_CONSTANT_NORM_F32)
+                                  ? load_up_to(call.at<const float>(FERRUM_RMS_NORM_WEIGHT) + i, left)
+                                  : load_up_to(call.at<const half>(FERRUM_RMS_NORM_WEIGHT) + i, left);
+        store_up_to(y + i, load_up_to(x + i, left) * scale * weight, left);
+    }
 }
 
 template <class X>
-void residual_add(const Call &call, Worker &worker) {
+void residual_add_row(const Call &call, uint64_t row, uint32_t) {
     const auto &p = call.params<ferrum_residual_add_params>();
-    worker.for_each(p.rows, 8, [&](uint64_t row) {
-        const X *x = call.at<const X>(FERRUM_RESIDUAL_ADD_X) + row * p.width;
-        const half *branch = call.at<const half>(FERRUM_RESIDUAL_ADD_BRANCH) + row * p.branch_stride;
-        X *y = call.at<X>(FERRUM_RESIDUAL_ADD_Y) + row * p.width;
-        for (uint32_t i = 0; i < p.width; i += kLanes) {
-            const uint64_t left = p.width - i;
-            store_up_to(y + i, load_up_to(x + i, left) + load_up_to(branch + i, left), left);
-        }
-    });
+    const X *x = call.at<const X>(FERRUM_RESIDUAL_ADD_X) + row * p.width;
+    const half *branch = call.at<const half>(FERRUM_RESIDUAL_ADD_BRANCH) + row * p.branch_stride;
+    X *y = call.at<X>(FERRUM_RESIDUAL_ADD_Y) + row * p.width;
+    for (uint32_t i = 0; i < p.width; i += kLanes) {
+        const uint64_t left = p.width - i;
+        store_up_to(y + i, load_up_to(x + i, left) + load_up_to(branch + i, left), left);
+    }
+}
+
+// Elements [begin, end).
+void swiglu(const Call &call, uint64_t begin, uint64_t end) {
+    for (uint64_t i = begin; i < end; i += kLanes) {
+        const f32x16 gate = load_up_to(call.at<const half>(FERRUM_SWIGLU_GATE) + i, end - i);
+        const f32x16 up = load_up_to(call.at<const half>(FERRUM_SWIGLU_UP) + i, end - i);
+        store_up_to(call.at<half>(FERRUM_SWIGLU_Y) + i, gate * sigmoid(gate) * up, end - i);
+    }
+}
+
+void swiglu_row(const Call &call, uint64_t row, uint32_t width) {
+    swiglu(call, row * width, (row + 1) * width);
+}
+
+template <class Params>
+void for_each_row(const Call &call, Worker &worker, RowFunction function) {
+    const auto &p = call.params<Params>();
+    worker.for_each(p.rows, 4, [&](uint64_t row) { function(call, row, p.width); });
 }
 
 void put(const Call &call, uint64_t at, f32x16 value, uint64_t count) {
@@ -80,30 +95,42 @@ void embed(const Call &call, Worker &worker) {
 }  // namespace
 
 void rms_norm_f16(const Call &call, Worker &worker) {
-    rms_norm<half>(call, worker);
+    for_each_row<ferrum_rms_norm_params>(call, worker, rms_norm_row<half>);
 }
 void rms_norm_f32(const Call &call, Worker &worker) {
-    rms_norm<float>(call, worker);
+    for_each_row<ferrum_rms_norm_params>(call, worker, rms_norm_row<float>);
 }
 
 void residual_add_f16(const Call &call, Worker &worker) {
-    residual_add<half>(call, worker);
+    for_each_row<ferrum_residual_add_params>(call, worker, residual_add_row<half>);
 }
 void residual_add_f32(const Call &call, Worker &worker) {
-    residual_add<float>(call, worker);
+    for_each_row<ferrum_residual_add_params>(call, worker, residual_add_row<float>);
 }
 
 void swiglu_f16(const Call &call, Worker &worker) {
     constexpr uint64_t kStep = 1024;
     const uint64_t elements = call.params<ferrum_swiglu_params>().elements;
     worker.for_each((elements + kStep - 1) / kStep, 1, [&](uint64_t step) {
-        const uint64_t end = (step + 1) * kStep < elements ? (step + 1) * kStep : elements;
-        for (uint64_t i = step * kStep; i < end; i += kLanes) {
-            const f32x16 gate = load_up_to(call.at<const half>(FERRUM_SWIGLU_GATE) + i, end - i);
-            const f32x16 up = load_up_to(call.at<const half>(FERRUM_SWIGLU_UP) + i, end - i);
-            store_up_to(call.at<half>(FERRUM_SWIGLU_Y) + i, gate * sigmoid(gate) * up, end - i);
-        }
+        swiglu(call, step * kStep, (step + 1) * kStep < elements ? (step + 1) * kStep : elements);
     });
+}
+
+RowFunction row_function(uint32_t kernel) {
+    switch (kernel) {
+        case kernel_rms_norm_f16:
+            return rms_norm_row<half>;
+        case kernel_rms_norm_f32:
+            return rms_norm_row<float>;
+        case kernel_residual_add_f16:
+            return residual_add_row<half>;
+        case kernel_residual_add_f32:
+            return residual_add_row<float>;
+        case kernel_swiglu_f16:
+            return swiglu_row;
+        default:
+            return nullptr;
+    }
 }
 
 #define FERRUM_EMBED(NAME, name, id, elements, bytes)     \

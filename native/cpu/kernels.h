@@ -16,6 +16,11 @@ namespace ferrum::cpu {
 
 constexpr uint32_t kMaxSlots = 12;
 
+struct Call;
+
+// A kernel that works row by row: one row of it. `width` is the row's, for kernels whose params do not tell.
+using RowFunction = void (*)(const Call &call, uint64_t row, uint32_t width);
+
 // A launch with its buffers resolved.
 struct Call {
     const ferrum_launch *launch;
@@ -25,6 +30,16 @@ struct Call {
     uint64_t temp_offset;   // where in the device's temporary memory that is
     bool temp_is_ready;     // an earlier launch of this barrier group already put the same input there
     unsigned threads;
+    // A launch whose output is this one's input, row for row, and that this one runs, each row right before it reads
+    // it; and the function of a launch that is run so.
+    const Call *before;
+    RowFunction row_function;
+
+    void run_before(uint64_t row, uint32_t width) const {
+        if (!before) return;
+        before->run_before(row, width);
+        before->row_function(*before, row, width);
+    }
 
     template <class Params>
     const Params &params() const {
@@ -54,18 +69,22 @@ uint64_t packed_bytes(uint32_t format, uint64_t rows, uint64_t width);
 
 namespace portable {
 extern const KernelFunction kernels[kernel_count];
+RowFunction row_function(uint32_t kernel);  // NULL: not of that kind
 void pack(const Packing &job, uint64_t group);
 }  // namespace portable
 namespace avx2 {
 extern const KernelFunction kernels[kernel_count];
+RowFunction row_function(uint32_t kernel);
 void pack(const Packing &job, uint64_t group);
 }  // namespace avx2
 namespace avx512 {
 extern const KernelFunction kernels[kernel_count];
+RowFunction row_function(uint32_t kernel);
 void pack(const Packing &job, uint64_t group);
 }  // namespace avx512
 namespace neon {
 extern const KernelFunction kernels[kernel_count];
+RowFunction row_function(uint32_t kernel);
 void pack(const Packing &job, uint64_t group);
 }  // namespace neon
 

@@ -1,16 +1,19 @@
 // y = x W^T + b, the weights' values exactly what their stored form says. packed.h has the layout they are read in.
 //
-// Block formats. Each activation row is first turned into 16-bit fixed point, 32 elements at a time against their own
-// largest magnitude: an error of at most 2^-16 of it, below the float16 rounding the activations already carry. Then a
-// block's products and their sum are integers, exact, whatever the order; what is left in float is one multiply-add a
-// block for its scale and one for its minimum, block after block. So an output depends on its own row and weights
-// alone: not on how many rows come with it, on threads, on tiles, or on the instruction set.
+// Block formats. Each activation row is first turned into 16-bit fixed point, 128 elements at a time by the power of
+// two that makes their largest magnitude fit: an element within 1/16 of that largest is kept exactly, as float16 has 11
+// bits, and others to 2^-15 of it. Then a block's products and their sum are integers, exact, whatever the order; what
+// is left in float is one multiply-add a block for its scale, one for its minimum, and one for the scale of four
+// blocks, in order. So an output depends on its own row and weights alone: not on how many rows come with it, on
+// threads, on tiles, or on the instruction set.
 //
 // Dense formats. Products are summed in float32 by one fused multiply-add after another over 32 inputs, and the sums of
 // 32 added in order.
 //
-// The limit is the multiply-adds of pairs of 16-bit integers, two vectors a cycle: a tile keeps 6 rows by 32 outputs of
-// sums in registers, so that loads and unpacking fit beside them. With one row it is the bytes of the weights.
+// A few rows read the weights once, straight into registers: their limit is memory. More rows go in items that unpack a
+// panel of weights once, as pairs of 16-bit integers or as float32, and run tiles of rows over it: their limit is the
+// multiply-adds, two vectors a cycle. So a tile keeps as many sums in registers as there are, those over blocks stay in
+// the first-level cache, and so does the panel.
 #include "kernels.h"
 #include "packed.h"
 
@@ -18,15 +21,15 @@ namespace ferrum::cpu::FERRUM_CPU_ISA {
 
 namespace {
 
-constexpr bool kWide = kRegisterLanes == 16;
-constexpr int kTileRows = kWide ? 6 : 3;
-constexpr int kTileGroups = kWide ? 2 : 1;  // groups of outputs that a tile of many rows takes at once
-constexpr uint64_t kItemRows = 96;          // rows of a work item
-constexpr uint64_t kItemBytes = 48 << 10;   // of weights that an item of few rows takes at least
-constexpr int kStreamRows = 4;              // up to so many, one group at a time: their pace is memory's
-constexpr uint64_t kAhead = 4096;           // bytes fetched ahead of them
+constexpr int kTileGroups = kRegisterLanes == 16 ? 2 : 1;  // groups of outputs that a tile takes at once
+constexpr uint64_t kItemRows = 96;                         // rows of a work item
+constexpr uint64_t kItemBytes = 48 << 10;                  // of weights that an item of few rows takes at least
+constexpr uint32_t kScaledBlocks = 4;                      // of activations, that share a scale
+constexpr int kStreamRows = 4;                             // up to so many, one group at a time: their pace is memory's
+constexpr uint64_t kAhead = 4096;                          // bytes fetched ahead of them
+constexpr uint64_t kPanelAhead = 2048;                     // and of a panel
 
-void store_output(const Call &call, uint64_t row, uint32_t group, f32x16 value) {
+FERRUM_NOINLINE void store_output(const Call &call, uint64_t row, uint32_t group, f32x16 value) {
     const auto &p = call.params<ferrum_linear_params>();
     const uint32_t first = group * kOutputs, count = p.out_features - first;
     if (call.constant(FERRUM_CONSTANT_BIAS))
@@ -40,174 +43,317 @@ void store_output(const Call &call, uint64_t row, uint32_t group, f32x16 value) 
         store_up_to(call.at<half>(FERRUM_LINEAR_Y) + at, value, count);
 }
 
+// Sums of a tile: they start at zero, go on where another panel left them, and leave as the outputs they are when no
+// more inputs follow. Where nothing is added or cut off, that is straight from registers: a loop of stores to many
+// lines would stall.
+struct Sums {
+    f32x16 (*acc)[kTileGroups];
+    bool start;
+    half *finished;   // NULL: stays in acc
+    uint64_t stride;  // of finished rows
+
+    Sums at(uint64_t row) const { return {acc + row, start, finished ? finished + row * stride : nullptr, stride}; }
+    // to(r, g, sum so far) for every one, when `left` blocks of this panel follow.
+    template <int kRows, class To>
+    FERRUM_ALWAYS_INLINE void add(uint32_t left, To &&to) {
+        if (finished && left == 0) {
+            FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int g = 0; g < kTileGroups; g++)
+                store(finished + r * stride + g * kOutputs, to(r, g, start ? splat(0.0f) : acc[r][g]));
+        } else {
+            FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int g = 0; g < kTileGroups; g++)
+                acc[r][g] = to(r, g, start ? splat(0.0f) : acc[r][g]);
+        }
+        start = false;
+    }
+};
+
 // ---- Block formats
 
-// What a block of 32 activations in fixed point stands for.
+// What goes with a block of 32 activations in fixed point.
 struct BlockSums {
-    float scale;       // of one unit
-    float scaled_sum;  // scale * (the sum of the block's integers)
+    float scale;  // of one unit
+    float sum;    // of the block's integers
     int32_t half_sums[2];
 };
 static_assert(sizeof(BlockSums) == kBlockSumsBytes);
 
-void to_fixed_point(const half *x, uint32_t width, int16_t *values, BlockSums *sums) {
-    const f32x16 zero = splat(0.0f), magic = splat(12582912.0f);  // rounds to nearest even, see simd.h
-    for (uint32_t b = 0; b < width / 32; b++) {
-        const f32x16 low = load(x + 32 * b), high = load(x + 32 * b + 16);
-        const float most = largest(max(max(low, zero - low), max(high, zero - high)));
-        // NaN and infinity have no fixed point: their block's scale is NaN, and so is every sum that meets it.
-        if (sum((low - low) + (high - high)) != 0) {
-            memset(values + 32 * b, 0, 64);
-            sums[b] = {__builtin_nanf(""), __builtin_nanf(""), {0, 0}};
-            continue;
+// Activations of the rows of an item, block of 32 inputs by block: so the rows of a tile lie together.
+struct FixedPoint {
+    int16_t *values;  // [width / 32][rows][32]
+    BlockSums *sums;  // [width / 32][rows]
+    uint64_t rows;
+    FixedPoint at(uint64_t block, uint64_t row) const {
+        return {values + (block * rows + row) * 32, sums + block * rows + row, rows};
+    }
+};
+
+void to_fixed_point(const half *x, uint32_t width, FixedPoint to) {
+    const f32x16 magic = splat(12582912.0f);  // rounds to nearest even, see simd.h
+    for (uint32_t left = width / 32; left;) {
+        const uint32_t blocks = left < kScaledBlocks ? left : kScaledBlocks;
+        constexpr int kHalves = 2 * kScaledBlocks;
+        f32x16 v[kHalves];
+        i32x16 top = splat((int32_t)0);
+        FERRUM_UNROLL for (int h = 0; h < kHalves; h++) {
+            v[h] = h < 2 * (int)blocks ? load(x + 16 * h) : splat(0.0f);
+            top = max(top, magnitude_bits(v[h]));
         }
-        const f32x16 inverse = splat(most > 0 ? 32767.0f / most : 0);
-        const i32x16 q0 = to_integer((low * inverse + magic) - magic),
-                     q1 = to_integer((high * inverse + magic) - magic);
-        store_shorts(values + 32 * b, q0);
-        store_shorts(values + 32 * b + 16, q1);
-        const int32_t s0 = sum(q0), s1 = sum(q1);
-        const float scale = most / 32767.0f;
-        sums[b] = {scale, scale * (float)(s0 + s1), {s0, s1}};
+        const int32_t most = largest(top);
+        // NaN and infinity have no fixed point: their scale is NaN, and so is every sum that meets it.
+        const bool finite = most < 0x7f800000;
+        // 2^(14 - e) for a largest in [2^e, 2^(e + 1)); -24 is the exponent of the least float16.
+        const int32_t exponent = most >> 23 < 127 - 24 ? -24 : (most >> 23) - 127;
+        const f32x16 inverse = splat(power_of_two(14 - (finite ? exponent : 0)));
+        const float scale = finite ? power_of_two(exponent - 14) : __builtin_nanf("");
+        FERRUM_UNROLL for (int h = 0; h < kHalves; h++) v[h] =
+            ((finite ? v[h] * inverse : splat(0.0f)) + magic) - magic;
+        float half_sums[kHalves];
+        whole_sums(v, half_sums);
+        FERRUM_UNROLL for (uint32_t b = 0; b < kScaledBlocks; b++) {
+            if (b == blocks) break;
+            store_shorts(to.values, to_integer(v[2 * b]));
+            store_shorts(to.values + 16, to_integer(v[2 * b + 1]));
+            const float first = half_sums[2 * b], second = half_sums[2 * b + 1];
+            *to.sums = {scale, first + second, {(int32_t)first, (int32_t)second}};
+            to = to.at(1, 0);
+        }
+        x += 32 * blocks;
+        left -= blocks;
     }
 }
 
-struct FixedPoint {
-    int16_t *values;  // [rows][width]
-    BlockSums *sums;  // [rows][width / 32]
-};
-
-template <class F, int kRows, int kGroups>
-void multiply_tile(const Call &call, const FixedPoint &x, uint64_t row, const uint8_t *packed, uint32_t group) {
+// kRows rows against one group, whose blocks are unpacked as they come.
+template <class F, int kRows>
+void multiply_stream(const Call &call, FixedPoint x, uint64_t row, const uint8_t *packed, uint32_t group) {
     using P = Packed<F>;
-    const auto &p = call.params<ferrum_linear_params>();
-    const uint32_t width = p.in_features, blocks = width / 32;
-    // Sums of one output wait for each other: few of them are kept in several parts.
-    constexpr int kChains = kRows * kGroups >= 8 ? 1 : kRows * kGroups >= 4 ? 2 : 4;
+    const uint32_t blocks = call.params<ferrum_linear_params>().in_features / 32;
+    // Sums of one output wait for each other: they are kept in several parts.
+    constexpr int kChains = kRows >= 4 ? 2 : 4;
     constexpr int kPairs = 16 / P::groups;
-    P weights[kGroups];
-    const int16_t *values[kRows];
-    const BlockSums *sums[kRows];
-    f32x16 acc[kRows][kGroups];
-    FERRUM_UNROLL for (int g = 0; g < kGroups; g++) weights[g] = {packed + g * P::group_bytes(width)};
-    FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
-        values[r] = x.values + (row + r) * width;
-        sums[r] = x.sums + (row + r) * blocks;
-        FERRUM_UNROLL for (int g = 0; g < kGroups; g++) acc[r][g] = splat(0.0f);
-    }
-    for (uint32_t b = 0; b < blocks; b++) {
-        f32x16 scale[kGroups][P::groups], min[kGroups];
-        // A few rows wait for memory, which is one stream.
-        if constexpr (kRows <= kStreamRows)
-            FERRUM_UNROLL for (int g = 0; g < kGroups; g++) for (uint64_t i = 0; i < P::block_bytes; i += 64)
-                __builtin_prefetch(weights[g].group + P::block_at(b) + kAhead + i);
+    const P weights{packed};
+    f32x16 acc[kRows], scaled[kRows];
+    FERRUM_UNROLL for (int r = 0; r < kRows; r++) acc[r] = scaled[r] = splat(0.0f);
+    for (uint32_t b = 0; b < blocks; b++, x = x.at(1, 0)) {
+        f32x16 scale[P::groups], min;
+        FERRUM_UNROLL for (uint64_t i = 0; i < P::block_bytes; i += 64)
+            __builtin_prefetch(packed + P::block_at(b) + kAhead + i);
+        weights.block_scales(b, scale, min);
+        if constexpr (F::has_min)
+            FERRUM_UNROLL for (int r = 0; r < kRows; r++) scaled[r] = fma(min, splat(x.sums[r].sum), scaled[r]);
         FERRUM_UNROLL for (int part = 0; part < P::groups; part++) {
-            i32x16 dots[kRows][kGroups][kChains];
-            FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int g = 0; g < kGroups; g++) {
-                FERRUM_UNROLL for (int c = 0; c < kChains; c++) dots[r][g][c] = splat((int32_t)0);
+            i32x16 dots[kRows][kChains];
+            FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
+                FERRUM_UNROLL for (int c = 0; c < kChains; c++) dots[r][c] = splat((int32_t)0);
                 if constexpr (F::offset != 0) {
-                    const int32_t *halves = sums[r][b].half_sums;
-                    dots[r][g][0] = splat(-F::offset * (P::groups == 1 ? halves[0] + halves[1] : halves[part]));
+                    const int32_t *halves = x.sums[r].half_sums;
+                    dots[r][0] = splat(-F::offset * (P::groups == 1 ? halves[0] + halves[1] : halves[part]));
                 }
             }
             FERRUM_UNROLL for (int i = 0; i < kPairs; i++) {
                 const int s = part * kPairs + i;
-                i32x16 w[kGroups];
-                FERRUM_UNROLL for (int g = 0; g < kGroups; g++) w[g] = weights[g].pair(b, s);
+                const i32x16 w = weights.pair(b, s);
                 FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
                     int32_t two;
-                    memcpy(&two, values[r] + 32 * b + 2 * s, 4);
-                    const i32x16 both = splat(two);
-                    FERRUM_UNROLL for (int g = 0; g < kGroups; g++) dots[r][g][i % kChains] =
-                        dot_pairs(dots[r][g][i % kChains], w[g], both);
+                    memcpy(&two, x.values + 32 * r + 2 * s, 4);
+                    dots[r][i % kChains] = dot_pairs(dots[r][i % kChains], w, splat(two));
                 }
             }
-            if (part == 0) FERRUM_UNROLL for (int g = 0; g < kGroups; g++) weights[g].block_scales(b, scale[g], min[g]);
             FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
-                const f32x16 x_scale = splat(sums[r][b].scale);
-                FERRUM_UNROLL for (int g = 0; g < kGroups; g++) {
-                    i32x16 dot = dots[r][g][0];
-                    FERRUM_UNROLL for (int c = 1; c < kChains; c++) dot = dot + dots[r][g][c];
-                    acc[r][g] = fma(to_float(dot), scale[g][part] * x_scale, acc[r][g]);
-                }
+                i32x16 dot = dots[r][0];
+                FERRUM_UNROLL for (int c = 1; c < kChains; c++) dot = dot + dots[r][c];
+                scaled[r] = fma(to_float(dot), scale[part], scaled[r]);
             }
         }
-        if constexpr (F::has_min) FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
-                const f32x16 x_sum = splat(sums[r][b].scaled_sum);
-                FERRUM_UNROLL for (int g = 0; g < kGroups; g++) acc[r][g] = fma(min[g], x_sum, acc[r][g]);
+        if (b % kScaledBlocks == kScaledBlocks - 1 || b == blocks - 1) FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
+                acc[r] = fma(scaled[r], splat(x.sums[r].scale), acc[r]);
+                scaled[r] = splat(0.0f);
             }
     }
-    FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int g = 0; g < kGroups; g++)
-        store_output(call, row + r, group + g, acc[r][g]);
+    FERRUM_UNROLL for (int r = 0; r < kRows; r++) store_output(call, row + r, group, acc[r]);
 }
+
+// A block of kTileGroups groups, unpacked.
+template <int kScales, bool kMin>
+struct IntegerPanel {
+    static constexpr int kRows = kRegisterLanes == 16 ? 6 : 3;  // of a tile: as many sums of a block, and of four
+    static constexpr uint32_t kBlocks = 3 * kScaledBlocks;      // of a panel
+    i32x16 pairs[16][kTileGroups];
+    f32x16 scale[kScales][kTileGroups], min[kTileGroups];
+
+    template <class F>
+    void unpack(const uint8_t *packed, uint32_t, uint64_t b, int g) {
+        const Packed<F> weights{packed};
+        FERRUM_UNROLL for (uint64_t i = 0; i < Packed<F>::block_bytes; i += 64)
+            __builtin_prefetch(packed + Packed<F>::block_at(b) + kPanelAhead + i);
+        f32x16 scales[kScales];
+        weights.block_scales(b, scales, min[g]);
+        FERRUM_UNROLL for (int i = 0; i < kScales; i++) scale[i][g] = scales[i];
+        FERRUM_UNROLL for (int s = 0; s < 16; s++) pairs[s][g] = subtract_shorts(weights.pair(b, s), F::offset);
+    }
+
+    template <int kRows>
+    static FERRUM_ALWAYS_INLINE void multiply(const IntegerPanel *panel, uint32_t blocks, uint32_t, FixedPoint x,
+                                              Sums out) {
+        while (blocks) {
+            f32x16 scaled[kRows][kTileGroups];
+            FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int g = 0; g < kTileGroups; g++)
+                scaled[r][g] = splat(0.0f);
+            const BlockSums *sums = x.sums;
+            for (uint32_t b = 0; b < kScaledBlocks && blocks; b++, blocks--, panel++, x = x.at(1, 0)) {
+                if constexpr (kMin)
+                    FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int g = 0; g < kTileGroups; g++)
+                        scaled[r][g] = fma(panel->min[g], splat(x.sums[r].sum), scaled[r][g]);
+                FERRUM_UNROLL for (int part = 0; part < kScales; part++) {
+                    i32x16 dots[kRows][kTileGroups];
+                    FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int g = 0; g < kTileGroups; g++)
+                        dots[r][g] = splat((int32_t)0);
+                    FERRUM_UNROLL for (int i = 0; i < 16 / kScales; i++) {
+                        const int s = part * 16 / kScales + i;
+                        FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
+                            int32_t two;
+                            memcpy(&two, x.values + 32 * r + 2 * s, 4);
+                            const i32x16 both = splat(two);
+                            FERRUM_UNROLL for (int g = 0; g < kTileGroups; g++) dots[r][g] =
+                                dot_pairs(dots[r][g], panel->pairs[s][g], both);
+                        }
+                    }
+                    FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int g = 0; g < kTileGroups; g++)
+                        scaled[r][g] = fma(to_float(dots[r][g]), panel->scale[part][g], scaled[r][g]);
+                }
+            }
+            out.add<kRows>(blocks, [&](int r, int g, f32x16 sum) __attribute__((always_inline)) {
+                return fma(scaled[r][g], splat(sums[r].scale), sum);
+            });
+        }
+    }
+};
 
 // ---- Dense formats
 
-template <class F, int kRows, int kGroups>
-void multiply_tile(const Call &call, const float *x, uint64_t row, const uint8_t *packed, uint32_t group) {
-    using Element = typename F::Element;
-    const auto &p = call.params<ferrum_linear_params>();
-    const uint32_t width = p.in_features;
-    const Element *weights[kGroups];
-    f32x16 acc[kRows][kGroups];
-    FERRUM_UNROLL for (int g = 0; g < kGroups; g++) {
-        weights[g] = (const Element *)(packed + g * packed_group_bytes<F>(width));
-        FERRUM_UNROLL for (int r = 0; r < kRows; r++) acc[r][g] = splat(0.0f);
-    }
-    for (uint32_t first = 0; first < width; first += 32) {
-        const uint32_t end = width - first < 32 ? width : first + 32;
-        f32x16 part[kRows][kGroups];
-        FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int g = 0; g < kGroups; g++) part[r][g] =
-            splat(0.0f);
-        for (uint32_t k = first; k < end; k++) {
-            f32x16 w[kGroups];
-            FERRUM_UNROLL for (int g = 0; g < kGroups; g++) w[g] = load(weights[g] + (uint64_t)k * kOutputs);
-            FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
-                const f32x16 v = splat(x[(row + r) * width + k]);
-                FERRUM_UNROLL for (int g = 0; g < kGroups; g++) part[r][g] = fma(v, w[g], part[r][g]);
-            }
+struct Floats {
+    float *values;  // [ceil(width / 32)][rows][32]
+    uint64_t rows;
+    Floats at(uint64_t block, uint64_t row) const { return {values + (block * rows + row) * 32, rows}; }
+};
+
+template <class F, int kRows>
+void multiply_stream(const Call &call, Floats x, uint64_t row, const uint8_t *packed, uint32_t group) {
+    const auto *weights = (const typename F::Element *)packed;
+    const uint32_t width = call.params<ferrum_linear_params>().in_features;
+    f32x16 acc[kRows];
+    FERRUM_UNROLL for (int r = 0; r < kRows; r++) acc[r] = splat(0.0f);
+    for (uint32_t first = 0; first < width; first += 32, x = x.at(1, 0)) {
+        const uint32_t count = width - first < 32 ? width - first : 32;
+        f32x16 part[kRows];
+        FERRUM_UNROLL for (int r = 0; r < kRows; r++) part[r] = splat(0.0f);
+        for (uint32_t k = 0; k < count; k++) {
+            const f32x16 w = load(weights + (uint64_t)(first + k) * kOutputs);
+            FERRUM_UNROLL for (int r = 0; r < kRows; r++) part[r] = fma(splat(x.values[32 * r + k]), w, part[r]);
         }
-        FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int g = 0; g < kGroups; g++) acc[r][g] =
-            acc[r][g] + part[r][g];
+        FERRUM_UNROLL for (int r = 0; r < kRows; r++) acc[r] = acc[r] + part[r];
     }
-    FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int g = 0; g < kGroups; g++)
-        store_output(call, row + r, group + g, acc[r][g]);
+    FERRUM_UNROLL for (int r = 0; r < kRows; r++) store_output(call, row + r, group, acc[r]);
 }
+
+struct FloatPanel {
+    static constexpr int kRows = kRegisterLanes == 16 ? 12 : 3;
+    static constexpr uint32_t kBlocks = 4;
+    f32x16 values[32][kTileGroups];
+
+    template <class F>
+    void unpack(const uint8_t *packed, uint32_t width, uint64_t b, int g) {
+        const auto *weights = (const typename F::Element *)packed + b * 32 * kOutputs;
+        const uint32_t count = width - 32 * b < 32 ? width - 32 * b : 32;
+        for (uint32_t k = 0; k < count; k++) values[k][g] = load(weights + k * kOutputs);
+    }
+
+    // `width` inputs are left.
+    template <int kRows>
+    static FERRUM_ALWAYS_INLINE void multiply(const FloatPanel *panel, uint32_t blocks, uint32_t width, Floats x,
+                                              Sums out) {
+        for (; blocks; blocks--, panel++, x = x.at(1, 0), width -= 32) {
+            const uint32_t count = width < 32 ? width : 32;
+            f32x16 part[kRows][kTileGroups];
+            FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int g = 0; g < kTileGroups; g++)
+                part[r][g] = splat(0.0f);
+            for (uint32_t k = 0; k < count; k++) FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
+                    const f32x16 v = splat(x.values[32 * r + k]);
+                    FERRUM_UNROLL for (int g = 0; g < kTileGroups; g++) part[r][g] =
+                        fma(v, panel->values[k][g], part[r][g]);
+                }
+            out.add<kRows>(blocks - 1,
+                           [&](int r, int g, f32x16 sum) __attribute__((always_inline)) { return sum + part[r][g]; });
+        }
+    }
+};
 
 // ---- What they share
 
-// Rows [begin, end) against `groups` groups of outputs: tiles of kTileRows rows, then what is left in one.
-template <class F, int kGroups, class X>
-void multiply_rows(const Call &call, const X &x, uint64_t begin, uint64_t end, const uint8_t *packed, uint32_t group) {
-    for (; begin + kTileRows <= end; begin += kTileRows)
-        multiply_tile<F, kTileRows, kGroups>(call, x, begin, packed, group);
-    switch (end - begin) {
-        case 5:
-            return multiply_tile<F, 5, kGroups>(call, x, begin, packed, group);
-        case 4:
-            return multiply_tile<F, 4, kGroups>(call, x, begin, packed, group);
-        case 3:
-            return multiply_tile<F, 3, kGroups>(call, x, begin, packed, group);
-        case 2:
-            return multiply_tile<F, 2, kGroups>(call, x, begin, packed, group);
-        case 1:
-            return multiply_tile<F, 1, kGroups>(call, x, begin, packed, group);
+template <class F, bool kDense = (F::bits > 8)>
+struct Form {
+    using X = FixedPoint;
+    using Panel = IntegerPanel<Packed<F>::groups, F::has_min>;
+};
+template <class F>
+struct Form<F, true> {
+    using X = Floats;
+    using Panel = FloatPanel;
+};
+
+// Calls body(Constant<rows>, first) for rows [first, end), kMost at a time and then what is left.
+template <int kMost, class Body>
+FERRUM_ALWAYS_INLINE void in_tiles(uint64_t first, uint64_t end, Body &&body) {
+    for (; first + kMost <= end; first += kMost) body(Constant<kMost>(), first);
+    if constexpr (kMost > 1)
+        if (first < end) in_tiles<kMost - 1>(first, end, body);
+}
+
+// `count` blocks of a panel against all rows of an item; `x` starts at the first of them.
+template <class Panel, class X>
+FERRUM_NOINLINE void multiply_panel(const Panel *panel, uint32_t count, uint32_t width, X x, const Sums &sums) {
+    in_tiles<Panel::kRows>(0, x.rows, [&](auto rows, uint64_t row) __attribute__((always_inline)) {
+        Panel::template multiply<decltype(rows)::value>(panel, count, width, x.at(0, row), sums.at(row));
+    });
+}
+
+// Rows [begin, begin + x.rows) against groups [group, last) of outputs.
+template <class F, class X>
+void multiply_item(const Call &call, X x, uint64_t begin, const uint8_t *packed, uint32_t group, uint32_t last) {
+    using Panel = typename Form<F>::Panel;
+    const auto &p = call.params<ferrum_linear_params>();
+    const uint32_t width = p.in_features, blocks = (width + 31) / 32;
+    const uint64_t group_bytes = packed_group_bytes<F>(width);
+    if (x.rows <= kStreamRows) {
+        for (; group < last; group++, packed += group_bytes)
+            in_tiles<kStreamRows>(0, x.rows, [&](auto rows, uint64_t row) {
+                multiply_stream<F, decltype(rows)::value>(call, x.at(0, row), begin + row, packed, group);
+            });
+        return;
+    }
+    Panel panel[Panel::kBlocks];
+    f32x16 acc[kItemRows][kTileGroups];
+    const bool exact = !call.constant(FERRUM_CONSTANT_BIAS | FERRUM_CONSTANT_OUTPUT_F32);
+    for (; group < last; group += kTileGroups, packed += kTileGroups * group_bytes) {
+        const int groups = last - group < kTileGroups ? last - group : kTileGroups;
+        const bool direct = exact && (group + kTileGroups) * kOutputs <= p.out_features;
+        for (uint32_t first = 0; first < blocks; first += Panel::kBlocks) {
+            const uint32_t count = blocks - first < Panel::kBlocks ? blocks - first : Panel::kBlocks;
+            for (int g = 0; g < kTileGroups; g++)  // the sums of a group that is not there are not used
+                for (uint32_t b = 0; b < count; b++)
+                    panel[b].template unpack<F>(packed + (g < groups ? g : 0) * group_bytes, width, first + b, g);
+            half *finished = nullptr;
+            if (direct && first + count == blocks)
+                finished = call.at<half>(FERRUM_LINEAR_Y) + begin * p.output_stride + group * kOutputs;
+            multiply_panel(panel, count, width - 32 * first, x.at(first, 0),
+                           Sums{acc, first == 0, finished, p.output_stride});
+        }
+        for (uint64_t row = 0; row < x.rows && !direct; row++)
+            for (int g = 0; g < groups; g++) store_output(call, begin + row, group + g, acc[row][g]);
     }
 }
 
-// The same against groups [group, last) of outputs.
-template <class F, class X>
-void multiply_groups(const Call &call, const X &x, uint64_t begin, uint64_t end, const uint8_t *packed, uint32_t group,
-                     uint32_t last) {
-    const uint64_t group_bytes = packed_group_bytes<F>(call.params<ferrum_linear_params>().in_features);
-    const bool streams = end - begin <= kStreamRows;
-    for (; !streams && group + kTileGroups <= last; group += kTileGroups, packed += kTileGroups * group_bytes)
-        multiply_rows<F, kTileGroups>(call, x, begin, end, packed, group);
-    for (; group < last; group++, packed += group_bytes) multiply_rows<F, 1>(call, x, begin, end, packed, group);
-}
-
-template <class F, class X>
-void multiply(const Call &call, Worker &worker, const X &x, const LinearTemp &temp) {
+template <class F, class ItemOf>
+void multiply(const Call &call, Worker &worker, const LinearTemp &temp, ItemOf &&item_of) {
     const auto &p = call.params<ferrum_linear_params>();
     const uint64_t group_bytes = packed_group_bytes<F>(p.in_features);
     const uint32_t groups = (p.out_features + kOutputs - 1) / kOutputs,
@@ -218,7 +364,7 @@ void multiply(const Call &call, Worker &worker, const X &x, const LinearTemp &te
     if (grain > items / (2 * call.threads)) grain = items / (2 * call.threads);
     uint8_t *own = call.temp + temp.groups + worker.index() * temp.thread_bytes;
     worker.for_each(items * row_items, grain > 1 ? grain : 1, [&](uint64_t item) {
-        const uint64_t row = item / items * kItemRows, end = p.rows - row < kItemRows ? p.rows : row + kItemRows;
+        const uint64_t row = item / items * kItemRows;
         uint32_t group = (uint32_t)(item % items) * kItemGroups;
         const uint32_t last = groups - group < (uint32_t)kItemGroups ? groups : group + kItemGroups;
         const uint8_t *packed = own;
@@ -232,15 +378,7 @@ void multiply(const Call &call, Worker &worker, const X &x, const LinearTemp &te
                               own + (g - group) * group_bytes);
             }
         }
-        if constexpr (F::bits == 16)
-            if (end - row > FERRUM_FEW_ROWS) {  // many rows: each weight becomes float32 once, not once a tile
-                using Element = typename F::Element;
-                float *wide = (float *)(own + temp.group_bytes * kItemGroups);
-                const uint64_t count = (last - group) * p.in_features * kOutputs;
-                for (uint64_t i = 0; i < count; i += kOutputs) store(wide + i, load((const Element *)packed + i));
-                return multiply_groups<f32>(call, x, row, end, (const uint8_t *)wide, group, last);
-            }
-        multiply_groups<F>(call, x, row, end, packed, group, last);
+        multiply_item<F>(call, item_of(row), row, packed, group, last);
     });
 }
 
@@ -248,28 +386,30 @@ template <class F>
 void linear(const Call &call, Worker &worker) {
     const auto &p = call.params<ferrum_linear_params>();
     const LinearTemp temp = linear_temp(*call.launch, call.threads);
-    if constexpr (F::bits > 8) {
-        float *x = (float *)(call.temp + temp.values);
-        if (!call.temp_is_ready) {
-            worker.for_each(p.rows, 4, [&](uint64_t r) {
-                const half *from = call.at<const half>(FERRUM_LINEAR_X) + r * p.input_stride;
+    const uint32_t blocks = (p.in_features + 31) / 32;
+    // The activations of the item whose first row this is.
+    auto item_of = [&](uint64_t row) -> typename Form<F>::X {
+        const uint64_t rows = p.rows - row < kItemRows ? p.rows - row : kItemRows;
+        if constexpr (F::bits > 8)
+            return {(float *)(call.temp + temp.values) + row * blocks * 32, rows};
+        else
+            return {(int16_t *)(call.temp + temp.values) + row * blocks * 32,
+                    (BlockSums *)(call.temp + temp.sums) + row * blocks, rows};
+    };
+    if (!call.temp_is_ready) {
+        worker.for_each(p.rows, 4, [&](uint64_t row) {
+            call.run_before(row, p.in_features);
+            const half *from = call.at<const half>(FERRUM_LINEAR_X) + row * p.input_stride;
+            const auto to = item_of(row / kItemRows * kItemRows).at(0, row % kItemRows);
+            if constexpr (F::bits > 8)
                 for (uint32_t i = 0; i < p.in_features; i += kLanes)
-                    store_up_to(x + r * p.in_features + i, load_up_to(from + i, p.in_features - i), p.in_features - i);
-            });
-            worker.barrier();
-        }
-        multiply<F>(call, worker, (const float *)x, temp);
-    } else {
-        const FixedPoint x{(int16_t *)(call.temp + temp.values), (BlockSums *)(call.temp + temp.sums)};
-        if (!call.temp_is_ready) {
-            worker.for_each(p.rows, 4, [&](uint64_t r) {
-                to_fixed_point(call.at<const half>(FERRUM_LINEAR_X) + r * p.input_stride, p.in_features,
-                               x.values + r * p.in_features, x.sums + r * (p.in_features / 32));
-            });
-            worker.barrier();
-        }
-        multiply<F>(call, worker, x, temp);
+                    store(to.at(i / 32, 0).values + i % 32, load_up_to(from + i, p.in_features - i));
+            else
+                to_fixed_point(from, p.in_features, to);
+        });
+        worker.barrier();
     }
+    multiply<F>(call, worker, temp, item_of);
 }
 
 }  // namespace

@@ -12,6 +12,7 @@
 #endif
 
 #define FERRUM_ALWAYS_INLINE inline __attribute__((always_inline))
+#define FERRUM_NOINLINE __attribute__((noinline))
 #define FERRUM_UNROLL _Pragma("GCC unroll 16")
 // Elements of a vector of four by their index.
 #if defined(__clang__)
@@ -99,6 +100,24 @@ static FERRUM_ALWAYS_INLINE f32x16 max(f32x16 a, f32x16 b) {
 static FERRUM_ALWAYS_INLINE f32x16 min(f32x16 a, f32x16 b) {
     FERRUM_EACH(a.part[i] = a.part[i] < b.part[i] ? a.part[i] : b.part[i]);
     return a;
+}
+static FERRUM_ALWAYS_INLINE i32x16 max(i32x16 a, i32x16 b) {
+    FERRUM_EACH(a.part[i] = a.part[i] > b.part[i] ? a.part[i] : b.part[i]);
+    return a;
+}
+// |a| as an integer: ordered as the magnitudes are, infinity and NaN from 0x7f800000 on.
+static FERRUM_ALWAYS_INLINE i32x16 magnitude_bits(f32x16 a) {
+    i32x16 r;
+    memcpy(&r, &a, sizeof(r));
+    FERRUM_EACH(r.part[i] &= 0x7fffffff);
+    return r;
+}
+// 2^n, for n from -126 to 127.
+static FERRUM_ALWAYS_INLINE float power_of_two(int32_t n) {
+    const int32_t bits = (n + 127) << 23;
+    float r;
+    memcpy(&r, &bits, 4);
+    return r;
 }
 static FERRUM_ALWAYS_INLINE f32x16 to_float(i32x16 a) {
     f32x16 r;
@@ -246,6 +265,11 @@ static FERRUM_ALWAYS_INLINE i32x16 low_bytes(i32x16 a) {
 }
 static FERRUM_ALWAYS_INLINE i32x16 high_bytes(i32x16 a) {
     FERRUM_EACH(a.part[i] = (IntRegister)((ShortRegister)a.part[i] >> 8));
+    return a;
+}
+// Each 16-bit word less `value`.
+static FERRUM_ALWAYS_INLINE i32x16 subtract_shorts(i32x16 a, int16_t value) {
+    if (value) FERRUM_EACH(a.part[i] = (IntRegister)((ShortRegister)a.part[i] - value));
     return a;
 }
 // Sixteen bytes, an integer a lane.
@@ -492,6 +516,37 @@ static FERRUM_ALWAYS_INLINE int32_t sum(i32x16 a) {
     IntFour four = (fours[0] + fours[1]) + (fours[2] + fours[3]);
     four = four + FERRUM_SHUFFLE(four, 2, 3, 0, 1);
     return four[0] + four[1];
+}
+
+static FERRUM_ALWAYS_INLINE int32_t largest(i32x16 a) {
+    IntFour fours[4];
+    memcpy(fours, &a, sizeof(a));
+    auto larger = [](IntFour x, IntFour y) __attribute__((always_inline)) { return x > y ? x : y; };
+    IntFour four = larger(larger(fours[0], fours[1]), larger(fours[2], fours[3]));
+    four = larger(four, FERRUM_SHUFFLE(four, 2, 3, 0, 1));
+    return four[0] > four[1] ? four[0] : four[1];
+}
+// The sum of each of eight vectors of integers below 2^24 in all: exact, in any order.
+static FERRUM_ALWAYS_INLINE void whole_sums(const f32x16 (&v)[8], float *sums) {
+#if defined(__AVX512F__)
+    // Pairs of vectors, pairs of pairs, then the quarters of both.
+    __m512 pairs[4], fours[2];
+    FERRUM_UNROLL for (int i = 0; i < 4; i++) {
+        const __m512 a = (__m512)v[2 * i].part[0], b = (__m512)v[2 * i + 1].part[0];
+        pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    }
+    FERRUM_UNROLL for (int i = 0; i < 2; i++) {
+        const __m512d a = _mm512_castps_pd(pairs[2 * i]), b = _mm512_castps_pd(pairs[2 * i + 1]);
+        fours[i] =
+            _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    __m512 all =
+        _mm512_add_ps(_mm512_shuffle_f32x4(fours[0], fours[1], 0x88), _mm512_shuffle_f32x4(fours[0], fours[1], 0xdd));
+    all = _mm512_add_ps(_mm512_shuffle_f32x4(all, all, 0x88), _mm512_shuffle_f32x4(all, all, 0xdd));
+    _mm256_storeu_ps(sums, _mm512_castps512_ps256(all));
+#else
+    for (int i = 0; i < 8; i++) sums[i] = sum(v[i]);
+#endif
 }
 
 // e^x within 3 units in the last place (2.74 at most, over all float32): x = n ln 2 + r with |r| <= ln 2 / 2, a

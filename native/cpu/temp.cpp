@@ -55,11 +55,10 @@ LinearTemp linear_temp(const ferrum_launch &launch, unsigned threads) {
         temp.bytes = align_up(at + bytes, 64);
         return at;
     };
-    temp.values = take(rows * width * (layout.dense ? 4 : 2));
+    temp.values = take(rows * align_up(width, 32) * (layout.dense ? 4 : 2));
     temp.sums = take(layout.dense ? 0 : rows * (width / 32) * kBlockSumsBytes);
     temp.group_bytes = layout.group_bytes(width);
-    const uint64_t wide = layout.dense ? packed_bytes(format_f32, kGroupOutputs, width) : 0;
-    temp.thread_bytes = align_up(kItemGroups * (temp.group_bytes + wide), 64);
+    temp.thread_bytes = align_up(kItemGroups * temp.group_bytes, 64);
     temp.groups = take(temp.thread_bytes * threads);
     return temp;
 }
