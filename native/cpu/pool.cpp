@@ -74,7 +74,11 @@ void Pool::run(std::shared_ptr<Job> job) {
 }
 
 void Pool::serve(unsigned index) {
+    std::shared_ptr<Job> last;
     for (uint64_t seen = 0;;) {
+        for (uint64_t i = 0; last && generation_.load(std::memory_order_acquire) == seen && last->warm_up(i); i++) {
+        }
+        last.reset();
         for (int i = 0; i < kSpinsBeforeSleep && generation_.load(std::memory_order_acquire) == seen; i++) pause();
         std::shared_ptr<Job> job;
         {
@@ -88,6 +92,7 @@ void Pool::serve(unsigned index) {
         }
         Worker worker(*job, index);
         job->run(worker);
+        last = std::move(job);
     }
 }
 
