@@ -319,19 +319,18 @@ struct Launches : Job {
     }
 
     // The weights that a pass of a few rows reads first, for the next token's pass.
-    bool warm_up(uint64_t piece) override {
+    bool warm_up(Cursor &at) override {
         constexpr uint64_t kPiece = 4096, kMost = 8 << 20;  // what the caches keep until then
-        if (piece * kPiece >= kMost) return false;
-        for (const Call &call : calls) {
+        for (; at.part < calls.size() && at.bytes < kMost; at.part++, at.offset = 0) {
+            const Call &call = calls[at.part];
             if (!call.packed) continue;
             const auto &p = call.params<ferrum_linear_params>();
             if (p.rows > FERRUM_FEW_ROWS) return false;
-            const uint64_t bytes = packed_bytes(linear_format(call.launch->kernel), p.out_features, p.in_features);
-            if (piece * kPiece < bytes) {
-                for (uint64_t i = 0; i < kPiece; i += 64) __builtin_prefetch(call.packed + piece * kPiece + i);
-                return true;
-            }
-            piece -= div_up(bytes, kPiece);
+            if (at.offset >= packed_bytes(linear_format(call.launch->kernel), p.out_features, p.in_features)) continue;
+            for (uint64_t i = 0; i < kPiece; i += 64) __builtin_prefetch(call.packed + at.offset + i);
+            at.offset += kPiece;
+            at.bytes += kPiece;
+            return true;
         }
         return false;
     }

@@ -106,7 +106,7 @@ struct LinearTemp {
     bool fixed_point;
 };
 constexpr uint64_t kBlockSumsBytes = 16;
-constexpr uint32_t kItemGroups = 4;  // groups of sixteen outputs that a work item takes
+constexpr uint32_t kMostTileGroups = 2;  // groups of sixteen outputs that a tile takes
 LinearTemp linear_temp(const ferrum_launch &launch, unsigned threads);
 bool is_linear(uint32_t kernel);
 uint32_t linear_format(uint32_t kernel);

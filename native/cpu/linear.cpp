@@ -21,9 +21,9 @@ namespace ferrum::cpu::FERRUM_CPU_ISA {
 
 namespace {
 
-constexpr int kTileGroups = kRegisterLanes == 16 ? 2 : 1;  // groups of outputs that a tile takes at once
+constexpr uint32_t kTileGroups = kRegisterLanes == 16 ? 2 : 1;  // groups of outputs that a tile takes at once
+static_assert(kTileGroups <= kMostTileGroups);
 constexpr uint64_t kItemRows = 96;                         // rows of a work item
-constexpr uint64_t kItemBytes = 48 << 10;                  // of weights that an item of few rows takes at least
 constexpr uint32_t kScaledBlocks = 4;                      // of activations, that share a scale
 constexpr int kStreamRows = 4;                             // up to so many, one group at a time: their pace is memory's
 constexpr uint64_t kAhead = 4096;                          // bytes fetched ahead of them
@@ -57,10 +57,10 @@ struct Sums {
     template <int kRows, class To>
     FERRUM_ALWAYS_INLINE void add(uint32_t left, To &&to) {
         if (finished && left == 0) {
-            FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int g = 0; g < kTileGroups; g++)
+            FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (uint32_t g = 0; g < kTileGroups; g++)
                 store(finished + r * stride + g * kOutputs, to(r, g, start ? splat(0.0f) : acc[r][g]));
         } else {
-            FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int g = 0; g < kTileGroups; g++)
+            FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (uint32_t g = 0; g < kTileGroups; g++)
                 acc[r][g] = to(r, g, start ? splat(0.0f) : acc[r][g]);
         }
         start = false;
@@ -196,16 +196,16 @@ struct IntegerPanel {
                                               Sums out) {
         while (blocks) {
             f32x16 scaled[kRows][kTileGroups];
-            FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int g = 0; g < kTileGroups; g++)
+            FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (uint32_t g = 0; g < kTileGroups; g++)
                 scaled[r][g] = splat(0.0f);
             const BlockSums *sums = x.sums;
             for (uint32_t b = 0; b < kScaledBlocks && blocks; b++, blocks--, panel++, x = x.at(1, 0)) {
                 if constexpr (kMin)
-                    FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int g = 0; g < kTileGroups; g++)
+                    FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (uint32_t g = 0; g < kTileGroups; g++)
                         scaled[r][g] = fma(panel->min[g], splat(x.sums[r].sum), scaled[r][g]);
                 FERRUM_UNROLL for (int part = 0; part < kScales; part++) {
                     i32x16 dots[kRows][kTileGroups];
-                    FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int g = 0; g < kTileGroups; g++)
+                    FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (uint32_t g = 0; g < kTileGroups; g++)
                         dots[r][g] = splat((int32_t)0);
                     FERRUM_UNROLL for (int i = 0; i < 16 / kScales; i++) {
                         const int s = part * 16 / kScales + i;
@@ -213,11 +213,11 @@ struct IntegerPanel {
                             int32_t two;
                             memcpy(&two, x.values + 32 * r + 2 * s, 4);
                             const i32x16 both = splat(two);
-                            FERRUM_UNROLL for (int g = 0; g < kTileGroups; g++) dots[r][g] =
+                            FERRUM_UNROLL for (uint32_t g = 0; g < kTileGroups; g++) dots[r][g] =
                                 dot_pairs(dots[r][g], panel->pairs[s][g], both);
                         }
                     }
-                    FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int g = 0; g < kTileGroups; g++)
+                    FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (uint32_t g = 0; g < kTileGroups; g++)
                         scaled[r][g] = fma(to_float(dots[r][g]), panel->scale[part][g], scaled[r][g]);
                 }
             }
@@ -274,11 +274,11 @@ struct FloatPanel {
         for (; blocks; blocks--, panel++, x = x.at(1, 0), width -= 32) {
             const uint32_t count = width < 32 ? width : 32;
             f32x16 part[kRows][kTileGroups];
-            FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int g = 0; g < kTileGroups; g++)
+            FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (uint32_t g = 0; g < kTileGroups; g++)
                 part[r][g] = splat(0.0f);
             for (uint32_t k = 0; k < count; k++) FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
                     const f32x16 v = splat(x.values[32 * r + k]);
-                    FERRUM_UNROLL for (int g = 0; g < kTileGroups; g++) part[r][g] =
+                    FERRUM_UNROLL for (uint32_t g = 0; g < kTileGroups; g++) part[r][g] =
                         fma(v, panel->values[k][g], part[r][g]);
                 }
             out.add<kRows>(blocks - 1,
@@ -334,11 +334,11 @@ void multiply_item(const Call &call, X x, uint64_t begin, const uint8_t *packed,
     f32x16 acc[kItemRows][kTileGroups];
     const bool exact = !call.constant(FERRUM_CONSTANT_BIAS | FERRUM_CONSTANT_OUTPUT_F32);
     for (; group < last; group += kTileGroups, packed += kTileGroups * group_bytes) {
-        const int groups = last - group < kTileGroups ? last - group : kTileGroups;
+        const uint32_t groups = last - group < kTileGroups ? last - group : kTileGroups;
         const bool direct = exact && (group + kTileGroups) * kOutputs <= p.out_features;
         for (uint32_t first = 0; first < blocks; first += Panel::kBlocks) {
             const uint32_t count = blocks - first < Panel::kBlocks ? blocks - first : Panel::kBlocks;
-            for (int g = 0; g < kTileGroups; g++)  // the sums of a group that is not there are not used
+            for (uint32_t g = 0; g < kTileGroups; g++)  // the sums of a group that is not there are not used
                 for (uint32_t b = 0; b < count; b++)
                     panel[b].template unpack<F>(packed + (g < groups ? g : 0) * group_bytes, width, first + b, g);
             half *finished = nullptr;
@@ -348,37 +348,43 @@ void multiply_item(const Call &call, X x, uint64_t begin, const uint8_t *packed,
                            Sums{acc, first == 0, finished, p.output_stride});
         }
         for (uint64_t row = 0; row < x.rows && !direct; row++)
-            for (int g = 0; g < groups; g++) store_output(call, begin + row, group + g, acc[row][g]);
+            for (uint32_t g = 0; g < groups; g++) store_output(call, begin + row, group + g, acc[row][g]);
+    }
+}
+
+// Groups [group, last) against rows of one item; weights that are not prepared are packed a tile at a time into `own`.
+template <class F, class X>
+void multiply_groups(const Call &call, const X &x, uint64_t row, uint32_t group, uint32_t last, uint8_t *own) {
+    const auto &p = call.params<ferrum_linear_params>();
+    const uint64_t group_bytes = packed_group_bytes<F>(p.in_features);
+    if (call.packed) return multiply_item<F>(call, x, row, call.packed + group * group_bytes, group, last);
+    for (uint32_t next; group < last; group = next) {
+        next = last - group < kTileGroups ? last : group + kTileGroups;
+        for (uint32_t g = group; g < next; g++) {
+            const uint32_t left = p.out_features - g * kOutputs;
+            pack_group<F>(call.at<const uint8_t>(FERRUM_LINEAR_WEIGHT) + g * kOutputs * p.weight_row_bytes,
+                          p.weight_row_bytes, left < kOutputs ? (int)left : kOutputs, p.in_features,
+                          own + (g - group) * group_bytes);
+        }
+        multiply_item<F>(call, x, row, own, group, next);
     }
 }
 
 template <class F, class ItemOf>
 void multiply(const Call &call, Worker &worker, const LinearTemp &temp, ItemOf &&item_of) {
     const auto &p = call.params<ferrum_linear_params>();
-    const uint64_t group_bytes = packed_group_bytes<F>(p.in_features);
     const uint32_t groups = (p.out_features + kOutputs - 1) / kOutputs,
-                   items = (groups + kItemGroups - 1) / kItemGroups;
+                   tiles = (groups + kTileGroups - 1) / kTileGroups;
     const uint64_t row_items = (p.rows + kItemRows - 1) / kItemRows;
-    // Where rows are few, items are small: several at a time, though every thread should get some.
-    uint64_t grain = p.rows <= FERRUM_FEW_ROWS ? kItemBytes / (group_bytes * kItemGroups + 1) : 1;
-    if (grain > items / (2 * call.threads)) grain = items / (2 * call.threads);
     uint8_t *own = call.temp + temp.groups + worker.index() * temp.thread_bytes;
-    worker.for_each(items * row_items, grain > 1 ? grain : 1, [&](uint64_t item) {
-        const uint64_t row = item / items * kItemRows;
-        uint32_t group = (uint32_t)(item % items) * kItemGroups;
-        const uint32_t last = groups - group < (uint32_t)kItemGroups ? groups : group + kItemGroups;
-        const uint8_t *packed = own;
-        if (call.packed) {
-            packed = call.packed + group * group_bytes;
-        } else {
-            for (uint32_t g = group; g < last; g++) {
-                const uint32_t left = p.out_features - g * kOutputs;
-                pack_group<F>(call.at<const uint8_t>(FERRUM_LINEAR_WEIGHT) + g * kOutputs * p.weight_row_bytes,
-                              p.weight_row_bytes, left < kOutputs ? (int)left : kOutputs, p.in_features,
-                              own + (g - group) * group_bytes);
-            }
+    worker.for_ranges(tiles * row_items, 1, [&](uint64_t begin, uint64_t end) {
+        while (begin < end) {
+            const uint64_t row = begin / tiles * kItemRows, tile = begin % tiles;
+            const uint64_t count = end - begin < tiles - tile ? end - begin : tiles - tile;
+            const uint32_t last = (uint32_t)(tile + count) * kTileGroups;
+            multiply_groups<F>(call, item_of(row), row, (uint32_t)tile * kTileGroups, last < groups ? last : groups, own);
+            begin += count;
         }
-        multiply_item<F>(call, item_of(row), row, packed, group, last);
     });
 }
 

@@ -2,6 +2,8 @@
 
 #include <sched.h>
 
+#include <algorithm>
+
 namespace ferrum::cpu {
 
 namespace {
@@ -27,6 +29,17 @@ bool Worker::take(uint64_t n, uint64_t grain, uint64_t &begin, uint64_t &end) {
     begin = next.fetch_add(grain, std::memory_order_relaxed);
     if (begin >= n) return false;
     end = begin + grain < n ? begin + grain : n;
+    return true;
+}
+
+bool Worker::take_range(uint64_t n, uint64_t least, uint64_t &begin, uint64_t &end) {
+    std::atomic<uint64_t> &next = job_.next[loop_].value;
+    begin = next.load(std::memory_order_relaxed);
+    do {
+        if (begin >= n) return false;
+        end = begin + std::max(least, (n - begin) / (2 * threads_));
+        if (end > n) end = n;
+    } while (!next.compare_exchange_weak(begin, end, std::memory_order_relaxed));
     return true;
 }
 
@@ -68,7 +81,7 @@ void Pool::run(std::shared_ptr<Job> job) {
         anyone_sleeps = sleeping_ > 0;
     }
     if (anyone_sleeps) wake_.notify_all();
-    Worker worker(*job, 0);
+    Worker worker(*job, 0, threads());
     job->run(worker);
     worker.barrier();
 }
@@ -76,7 +89,8 @@ void Pool::run(std::shared_ptr<Job> job) {
 void Pool::serve(unsigned index) {
     std::shared_ptr<Job> last;
     for (uint64_t seen = 0;;) {
-        for (uint64_t i = 0; last && generation_.load(std::memory_order_acquire) == seen && last->warm_up(i); i++) {
+        Job::Cursor cursor;
+        while (last && generation_.load(std::memory_order_acquire) == seen && last->warm_up(cursor)) {
         }
         last.reset();
         for (int i = 0; i < kSpinsBeforeSleep && generation_.load(std::memory_order_acquire) == seen; i++) pause();
@@ -90,7 +104,7 @@ void Pool::serve(unsigned index) {
             seen = generation_.load(std::memory_order_relaxed);
             job = job_;
         }
-        Worker worker(*job, index);
+        Worker worker(*job, index, threads());
         job->run(worker);
         last = std::move(job);
     }

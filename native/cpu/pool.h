@@ -23,7 +23,10 @@ struct Job {
     virtual void run(Worker &worker) = 0;
     // Called again and again by a thread that has left `run` and finds no next job yet: a chance to fetch what a job
     // like this one would read first. May not touch what the caller owned. False: nothing more to do.
-    virtual bool warm_up(uint64_t) { return false; }
+    struct Cursor {
+        uint64_t part = 0, offset = 0, bytes = 0;
+    };
+    virtual bool warm_up(Cursor &) { return false; }
 
     struct alignas(64) Counter {
         std::atomic<uint64_t> value{0};

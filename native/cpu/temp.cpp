@@ -58,7 +58,7 @@ LinearTemp linear_temp(const ferrum_launch &launch, unsigned threads) {
     temp.values = take(rows * align_up(width, 32) * (layout.dense ? 4 : 2));
     temp.sums = take(layout.dense ? 0 : rows * (width / 32) * kBlockSumsBytes);
     temp.group_bytes = layout.group_bytes(width);
-    temp.thread_bytes = align_up(kItemGroups * temp.group_bytes, 64);
+    temp.thread_bytes = align_up(kMostTileGroups * temp.group_bytes, 64);
     temp.groups = take(temp.thread_bytes * threads);
     return temp;
 }

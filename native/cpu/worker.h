@@ -12,7 +12,7 @@ struct Job;
 // in the same order, so it knows without asking how many items there are up to any point.
 class Worker {
    public:
-    Worker(Job &job, unsigned index) : job_(job), index_(index) {}
+    Worker(Job &job, unsigned index, unsigned threads) : job_(job), index_(index), threads_(threads) {}
     // Of the thread: for memory of its own.
     unsigned index() const { return index_; }
 
@@ -25,11 +25,22 @@ class Worker {
         }
         close(n);
     }
+    // The same by ranges, body(begin, end): long ones first, then ever shorter ones, down to `least`, so that threads
+    // end together though they seldom ask. For items of equal cost.
+    template <class Body>
+    void for_ranges(uint64_t n, uint64_t least, Body &&body) {
+        for (uint64_t begin, end; take_range(n, least, begin, end);) {
+            body(begin, end);
+            finish(end - begin);
+        }
+        close(n);
+    }
     // Waits until every item of every loop so far is done.
     void barrier();
 
    private:
     bool take(uint64_t n, uint64_t grain, uint64_t &begin, uint64_t &end);
+    bool take_range(uint64_t n, uint64_t least, uint64_t &begin, uint64_t &end);
     void finish(uint64_t items);
     void close(uint64_t n) {
         opened_ += n;
@@ -37,7 +48,7 @@ class Worker {
     }
 
     Job &job_;
-    unsigned index_;
+    unsigned index_, threads_;
     unsigned loop_ = 0;
     uint64_t opened_ = 0;
 };
