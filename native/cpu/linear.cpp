@@ -27,6 +27,7 @@ constexpr uint64_t kItemRows = 96;                         // rows of a work ite
 constexpr uint32_t kScaledBlocks = 4;                      // of activations, that share a scale
 constexpr int kStreamRows = 4;                             // up to so many, one group at a time: their pace is memory's
 constexpr uint64_t kAhead = 4096;                          // bytes fetched ahead of them
+constexpr uint64_t kDenseAhead = 8192;  // of dense ones
 constexpr uint64_t kPanelAhead = 2048;                     // and of a panel
 
 FERRUM_NOINLINE void store_output(const Call &call, uint64_t row, uint32_t group, f32x16 value) {
@@ -244,6 +245,9 @@ void multiply_stream(const Call &call, Floats x, uint64_t row, const uint8_t *pa
     FERRUM_UNROLL for (int r = 0; r < kRows; r++) acc[r] = splat(0.0f);
     for (uint32_t first = 0; first < width; first += 32, x = x.at(1, 0)) {
         const uint32_t count = width - first < 32 ? width - first : 32;
+        constexpr uint64_t kBlockBytes = 32 * kOutputs * sizeof(*weights);
+        for (uint64_t i = 0; i < kBlockBytes; i += 64)
+            __builtin_prefetch((const uint8_t *)(weights + (uint64_t)first * kOutputs) + kDenseAhead + i);
         f32x16 part[kRows];
         FERRUM_UNROLL for (int r = 0; r < kRows; r++) part[r] = splat(0.0f);
         for (uint32_t k = 0; k < count; k++) {
