@@ -26,8 +26,7 @@ static_assert(kTileGroups <= kMostTileGroups);
 constexpr uint64_t kItemRows = 96;                         // rows of a work item
 constexpr uint32_t kScaledBlocks = 4;                      // of activations, that share a scale
 constexpr int kStreamRows = 4;                             // up to so many, one group at a time: their pace is memory's
-constexpr uint64_t kAhead = 4096;                          // bytes fetched ahead of them
-constexpr uint64_t kDenseAhead = 8192;  // of dense ones
+constexpr uint64_t kAhead = 8192;                          // bytes fetched ahead of them
 constexpr uint64_t kPanelAhead = 2048;                     // and of a panel
 
 FERRUM_NOINLINE void store_output(const Call &call, uint64_t row, uint32_t group, f32x16 value) {
@@ -247,7 +246,7 @@ void multiply_stream(const Call &call, Floats x, uint64_t row, const uint8_t *pa
         const uint32_t count = width - first < 32 ? width - first : 32;
         constexpr uint64_t kBlockBytes = 32 * kOutputs * sizeof(*weights);
         for (uint64_t i = 0; i < kBlockBytes; i += 64)
-            __builtin_prefetch((const uint8_t *)(weights + (uint64_t)first * kOutputs) + kDenseAhead + i);
+            __builtin_prefetch((const uint8_t *)(weights + (uint64_t)first * kOutputs) + kAhead + i);
         f32x16 part[kRows];
         FERRUM_UNROLL for (int r = 0; r < kRows; r++) part[r] = splat(0.0f);
         for (uint32_t k = 0; k < count; k++) {
