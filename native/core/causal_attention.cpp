@@ -247,7 +247,9 @@ int32_t ferrum_attention_plan(ferrum_attention *attention, const ferrum_plan_req
         required(required(request, "request")->starts, "request.starts");
         required(request->tokens, "request.tokens");
         auto &result = *required(out_plan, "out_plan");
-        result = reinterpret_cast<ferrum_plan *>(plan_causal_attention(unwrap(attention)->shape, *request).detach());
+        Ref<AttentionPlan> plan = plan_causal_attention(unwrap(attention)->shape, *request);
+        plan->counted.emplace(live_counts.plans);
+        result = reinterpret_cast<ferrum_plan *>(plan.detach());
     });
 }
 

@@ -13,7 +13,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from pyferrum import _native
+from pyferrum import _native, _native_programs
 from pyferrum.array import Array, array
 from pyferrum.checkpoint import Tokenizer, open_gguf, open_safetensors
 from pyferrum.config import AttentionConfig
@@ -77,7 +77,7 @@ class ModelState:
         for layer in self.layers:
             layer.close()
         if self._group is not None:
-            _native.states_release(self._group)
+            _native_programs.states_release(self._group)
             self._group = None
 
     def _native_states(self) -> Any:
@@ -194,6 +194,10 @@ class Model:
             InvalidArgument: no tokens, a token outside the vocabulary, or more tokens than the model's context.
             OutOfPages: the arena is full; no state has changed.
         """
+        if type(tokens) is list and type(state) is ModelState and taps is None:
+            done = self._decode(state, tokens, last_only, chunk)
+            if done is not None:
+                return done
         one = isinstance(state, ModelState)
         states = [state] if one else list(state)
         batch = [self._tokens(t) for t in ([tokens] if one else tokens)]
@@ -216,6 +220,25 @@ class Model:
                 taps[layer] = x if one else _cut(x, lengths)
         return (results[0], scores[0]) if one else (results, scores)
 
+    def _decode(
+        self, state: ModelState, tokens: list[Any], last_only: bool, chunk: int
+    ) -> tuple[ModelState, Array] | None:
+        """`forward` of a sequence that goes on with as many tokens as before; None if it is not, or if they are wrong.
+
+        Everything else beside the kernels is there to be forgotten while they run, so a step touches little.
+        """
+        count, group, vocabulary = len(tokens), state._group, self.config.vocabulary
+        program = self._program(((count,), last_only, ()))
+        if program is None or group is None or count > chunk or recording():
+            return None
+        for token in tokens:
+            if type(token) is not int or not 0 <= token < vocabulary:
+                return None
+        _ = self.device.handle  # a closed device runs nothing
+        buffer, new = _native_programs.program_step(program.handle, tokens, group, self.config.layers)
+        scores = Array(self.device, buffer, *program.arrays[0])
+        return ModelState._of_group(new, state._length + count, state._like), scores
+
     def _replay(
         self,
         states: list[ModelState],
@@ -228,10 +251,7 @@ class Model:
         tokens = array(batch[0] if len(batch) == 1 else np.concatenate(batch), device=self.device)
         tapped, layers = tuple(taps or ()), self.config.layers
         key = tuple(lengths), last_only, tapped
-        with self._lock:
-            program = self._programs.get(key)
-            if program is not None:
-                self._programs.move_to_end(key)
+        program = self._program(key)
         if program is not None and not recording():
             if len(states) == 1:
                 given = states[0]._native_states()
@@ -254,6 +274,13 @@ class Model:
         if taps is not None:
             taps.update(zip(taps, made, strict=True))
         return results, _cut(scores, [1] * len(lengths) if last_only else lengths)
+
+    def _program(self, key: Any) -> Program | None:
+        with self._lock:
+            program = self._programs.get(key)
+            if program is not None:
+                self._programs.move_to_end(key)
+            return program
 
     def _record(
         self, tokens: Array, flat: list[KVState], lengths: list[int], last_only: bool, tapped: tuple[int, ...]
