@@ -216,6 +216,8 @@ class _Memory:
     """
 
     __slots__ = ("__array_interface__", "_buffer")
+    __array_interface__: dict[str, Any]
+    _buffer: Handle
 
 
 def buffer_array(buffer: Handle, offset: int, shape: tuple[int, ...], dtype: str) -> np.ndarray[Any, Any]:

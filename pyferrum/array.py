@@ -14,7 +14,6 @@ from pyferrum.device import Device, default_device
 from pyferrum.errors import InvalidArgument, StateError, UnsupportedError
 from pyferrum.formats import DTYPES, FORMATS, NAMES, NUMBERS, Shape
 
-
 _LETTERS = {name: dtype.str for name, dtype in DTYPES.items()} | {"BF16": "|V2"}
 
 

@@ -6,6 +6,7 @@ tests/figures/make_smollm2.py made the figures; it is not needed here.
 from __future__ import annotations
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import pyferrum as pf
 from pyferrum import reference
 from pyferrum.models import llama
+from tests import tiny
 
 FIGURES = np.load(Path(__file__).parent / "figures" / "smollm2_tidewatch.npz")
 TOKENS = FIGURES["tokens"]
@@ -136,6 +138,24 @@ def test_load__names_what_is_wrong(tmp_path: Path) -> None:
         pf.load(tmp_path / "missing.gguf")
     with pytest.raises(pf.InvalidArgument, match="dtype: expected float16 or float32"):
         pf.load(tmp_path, dtype="float64")
+
+
+def test_tokenizer__is_made_when_asked_for_and_its_settings_are_checked_before(tmp_path: Path) -> None:
+    folder = tiny.write_tiny(tmp_path / "folder")
+    model = pf.load(folder)
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda _: model.tokenizer, range(8)))
+    assert all(one is model.tokenizer for one in made)
+    (folder / "tokenizer.json").write_text("{}")
+    model = pf.load(folder)
+    state, _ = model.forward(model.init_state(), [1, 2, 3])
+    for _ in range(2):
+        with pytest.raises(pf.CheckpointError, match=r"tokenizer\.json: the tokenizers library cannot read it"):
+            next(pf.generate(model, "hello"))
+    assert model.forward(state, [4])[0].length == 4
+    file = tiny.write_tiny_gguf(tmp_path / "t.gguf", keys={"tokenizer.ggml.model": "llama"})
+    with pytest.raises(pf.CheckpointError, match=r"tokenizer\.ggml\.model is 'llama'"):
+        pf.load(file)
 
 
 def test_memory__weights_stay_in_the_file(model: pf.Model, model_path: Path) -> None:

@@ -67,7 +67,7 @@ class Arena {
     // The same into made[0…count) and behind `copies`; on failure the caller drops what is in `made`.
     void append(const char *op, size_t count, State *const *states, const uint64_t *tokens, Ref<State> *made,
                 std::vector<PageCopy> &copies);
-    // Brings what an append to these states reads into the caches, for those who are about to append to many.
+    // Brings what an append to these states, or their end, reads into the caches: for those who have many of them.
     void fetch(State *const *states, size_t count);
 
     // Numbers of the state's pages, in order.

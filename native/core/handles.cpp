@@ -165,7 +165,13 @@ int32_t ferrum_state_new(ferrum_device *device, uint32_t key_value_heads, uint32
 }
 
 void ferrum_states_release(ferrum_state **states) {
-    for (; states && *states; states++) release_handle<State>(states);
+    if (!states || !*states) return;
+    size_t count = 0;
+    for (; states[count]; count++) __builtin_prefetch(states[count]);
+    Device *device = unwrap(*states)->device();
+    const bool together = std::all_of(states, states + count, [&](auto *s) { return unwrap(s)->device() == device; });
+    if (together && !device->forked()) device->arena().fetch(reinterpret_cast<State *const *>(states), count);
+    for (; *states; states++) release_handle<State>(states);
 }
 
 void ferrum_state_release(ferrum_state **state) {

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, overload
@@ -49,7 +50,7 @@ class ModelState:
     @classmethod
     def _of_group(cls, group: Any, length: int, like: tuple[Device, AttentionConfig, int]) -> ModelState:
         """Native states of one owner; KVStates are made when somebody asks for them."""
-        state = cls.__new__(cls)
+        state: ModelState = object.__new__(cls)
         state._layers, state._group, state._length, state._like = None, group, length, like
         return state
 
@@ -115,7 +116,7 @@ class Model:
         self,
         config: llama.LlamaConfig,
         params: llama.LlamaParams,
-        tokenizer: Tokenizer | None,
+        tokenizer: Tokenizer | Callable[[], Tokenizer] | None,
         *,
         path: Path,
         dtype: DTypeLike = np.float32,
@@ -129,15 +130,24 @@ class Model:
         self.dtype = np.dtype(dtype)
         """Of the residual stream."""
         self._tokenizer = tokenizer
+        self._tokenizer_lock = threading.Lock()
         self._memory = memory or {}
         self._programs: OrderedDict[Any, Program] = OrderedDict()
         self._lock = threading.Lock()
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Text to tokens and back."""
+        """Text to tokens and back. Made when it is first asked for: a vocabulary takes longer to read than the weights.
+
+        Raises:
+            CheckpointError: no tokenizer, or one that is damaged; `load` has found what the settings alone tell.
+        """
         if self._tokenizer is None:
             raise CheckpointError(f"{self.path}: the checkpoint has no tokenizer")
+        if not isinstance(self._tokenizer, Tokenizer):
+            with self._tokenizer_lock:
+                if not isinstance(self._tokenizer, Tokenizer):
+                    self._tokenizer = self._tokenizer()
         return self._tokenizer
 
     def init_state(self) -> ModelState:
@@ -229,7 +239,8 @@ class Model:
         """
         count, group, vocabulary = len(tokens), state._group, self.config.vocabulary
         program = self._program(((count,), last_only, ()))
-        if program is None or group is None or count > chunk or recording():
+        length, like = state._length, state._like
+        if program is None or group is None or length is None or like is None or count > chunk or recording():
             return None
         for token in tokens:
             if type(token) is not int or not 0 <= token < vocabulary:
@@ -237,7 +248,7 @@ class Model:
         _ = self.device.handle  # a closed device runs nothing
         buffer, new = _native_programs.program_step(program.handle, tokens, group, self.config.layers)
         scores = Array(self.device, buffer, *program.arrays[0])
-        return ModelState._of_group(new, state._length + count, state._like), scores
+        return ModelState._of_group(new, length + count, like), scores
 
     def _replay(
         self,
@@ -405,7 +416,10 @@ def _load_gguf(path: Path, dtype: DTypeLike, device: Device, strict: bool) -> Mo
     loader = TensorLoader(file.tensors, file.files, device)
     params = llama_files.gguf_params(file, config, loader)
     loader.finish(strict)
-    tokenizer = Tokenizer.from_gguf(file.metadata, path) if "tokenizer.ggml.model" in file.metadata else None
+    tokenizer = None
+    if "tokenizer.ggml.model" in file.metadata:
+        Tokenizer.check_gguf(file.metadata, path)
+        tokenizer = partial(Tokenizer.from_gguf, file.metadata, path)
     return Model(config, params, tokenizer, path=path, dtype=dtype, device=device, memory=_memory(loader))
 
 
@@ -420,7 +434,7 @@ def _load_safetensors(path: Path, dtype: DTypeLike, device: Device, strict: bool
     params = llama_files.hf_params(config, loader)
     loader.finish(strict)
     folder = path if path.is_dir() else path.parent
-    tokenizer = Tokenizer.from_files(folder) if (folder / "tokenizer.json").is_file() else None
+    tokenizer = partial(Tokenizer.from_files, folder) if (folder / "tokenizer.json").is_file() else None
     return Model(config, params, tokenizer, path=path, dtype=dtype, device=device, memory=_memory(loader))
 
 
