@@ -346,6 +346,19 @@ def causal_attention(
     return new_states, ys
 
 
+def causal_attention_alone(attention: Handle, weights: Any, state: Handle, tokens: int, x: Any) -> tuple[Handle, Any]:
+    """The new state and the output buffer of a call with one sequence."""
+    (state_kind, release_state), (buffer_kind, release_buffer) = _EMPTY["state"], _EMPTY["buffer"]
+    new, gc = ffi.new, ffi.gc
+    new_state, y = gc(new(state_kind), release_state), gc(new(buffer_kind), release_buffer)
+    states = state if type(state) is not GroupMember else new(_STATES, (state[0],))
+    outs = new(_STATE_OUTS, (new_state,)), new(_BUFFER_OUTS, (y,))
+    status = lib.ferrum_causal_attention(attention[0], weights, _LOOP, 1, states, new(_U64S, (tokens,)), x, *outs)
+    if status:
+        _check(status)
+    return new_state, y
+
+
 def attention_plan(
     attention: Handle, request: dict[str, Any], starts: Sequence[int], tokens: Sequence[int]
 ) -> tuple[dict[str, Any], list[dict[str, Any]], list[tuple[int, int]]]:
@@ -396,6 +409,7 @@ class GroupMember:
         return self._group[self._index]
 
 
+_LOOP = lib.FERRUM_FORM_PARTICIPANT_LOOP
 _U64S, _TENSORS = ffi.typeof("uint64_t[]"), ffi.typeof("ferrum_tensor[]")
 _STATES, _STATE_OUTS = ffi.typeof("ferrum_state *[]"), ffi.typeof("ferrum_state **[]")
 _BUFFER_OUTS = ffi.typeof("ferrum_buffer **[]")
