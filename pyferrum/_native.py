@@ -225,9 +225,12 @@ def buffer_array(buffer: Handle, offset: int, shape: tuple[int, ...], dtype: str
 
     `dtype` in the array interface's letters; nobody checks that the buffer has so many bytes.
     """
-    memory = _Memory()
+    memory, data = _Memory(), ffi.new(_POINTER)
+    status = lib.ferrum_buffer_contents(buffer[0], data, ffi.NULL)
+    if status:
+        _check(status)
     memory._buffer = buffer
-    address = int(ffi.cast(_ADDRESS, _contents(buffer))) + offset
+    address = int(ffi.cast(_ADDRESS, data[0])) + offset
     memory.__array_interface__ = {"version": 3, "typestr": dtype, "shape": shape, "data": (address, True)}
     return np.asarray(memory)
 

@@ -6,7 +6,7 @@ A group is an array `ferrum_state *[]` under one owner: as many owners would cos
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pyferrum._cdef import ffi
@@ -71,27 +71,26 @@ def program_run(
     return buffers, made, ffi.unpack(lengths, count) if count else []
 
 
-def program_step(
-    program: Handle,
-    indices: list[int],
-    states: Any,
-    size: int,
-    # Names of their own: a step looks up little else.
-    run: Any = lib.ferrum_program_run,
-    new: Any = ffi.new,
-    gc: Any = ffi.gc,
-    null: Any = ffi.NULL,
-    release_buffer: Any = lib.ferrum_buffer_release,
-    release_states: Any = lib.ferrum_states_release,
-) -> tuple[Handle, Any]:
-    """`program_run` of a program from int32 indices and one group of states to one array and a group of `size`."""
+def stepper(program: Handle, size: int) -> Callable[[list[int], Any], tuple[Handle, Any]]:
+    """`program_run` of a program from int32 indices and one group of states to one array and a group of `size`.
+
+    What a step calls is a closure's: between two steps kernels run for milliseconds, and every look-up in a dictionary
+    then waits for memory.
+    """
     sizes, (kind,) = _sizes((size,))
-    buffer, group = gc(new(_BUFFER), release_buffer), gc(new(kind), release_states)
-    values, buffers, groups = new(_INDICES, indices), new(_BUFFER_OUTS, (buffer,)), new(_STATE_OUTS, (group,))
-    status = run(program[0], null, values, states, buffers, 1, sizes, groups, null)
-    if status:
-        _check(status)
-    return buffer, group
+    run, new, gc, null = lib.ferrum_program_run, ffi.new, ffi.gc, ffi.NULL
+    release_buffer, release_states = lib.ferrum_buffer_release, lib.ferrum_states_release
+    indices_kind, buffer_kind, buffers_kind, groups_kind = _INDICES, _BUFFER, _BUFFER_OUTS, _STATE_OUTS
+
+    def step(indices: list[int], states: Any) -> tuple[Handle, Any]:
+        buffer, group = gc(new(buffer_kind), release_buffer), gc(new(kind), release_states)
+        values, outs = new(indices_kind, indices), new(buffers_kind, (buffer,))
+        status = run(program[0], null, values, states, outs, 1, sizes, new(groups_kind, (group,)), null)
+        if status:
+            _check(status)
+        return buffer, group
+
+    return step
 
 
 def states_release(group: Any) -> None:

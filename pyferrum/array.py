@@ -91,7 +91,8 @@ class Array(DeviceArray):
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         """Read-only and without a copy where possible; `copy=False` raises where a dtype needs one."""
-        view = _native.buffer_array(self.buffer, self._offset, self.shape, _LETTERS[self.format])
+        buffer = self.buffer if self._buffer is None else self._buffer  # the property raises
+        view = _native.buffer_array(buffer, self._offset, self.shape, _LETTERS[self.format])
         if self.format == "BF16":
             view = view.view(self.dtype)
         if dtype is not None and np.dtype(dtype) != self.dtype:

@@ -39,6 +39,11 @@ class Program:
     states: tuple[AttentionConfig, ...]
     """Of each output state."""
 
+    @functools.cached_property
+    def step(self) -> Callable[[list[int], Any], tuple[Any, Any]]:
+        """`_native_programs.stepper`, of a program from one array of indices to one array."""
+        return _native_programs.stepper(self.handle, len(self.states))
+
     def run(self, arrays: Sequence[DeviceArray], states: Sequence[KVState]) -> tuple[list[Array], list[KVState]]:
         """The outputs for other inputs of the same shapes, formats and configurations.
 

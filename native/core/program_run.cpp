@@ -199,7 +199,7 @@ Program::Outputs Program::run(const ferrum_tensor *inputs, const void *values,
                               ferrum_state *const *state_handles) const {
     Device *device = device_.get();
     device->check_usable(kOp);
-    for (size_t i = 0; i < input_states_.size(); i++) __builtin_prefetch(state_handles[i]);
+    for (size_t i = 0; i < input_states_.size() && state_handles[i]; i++) __builtin_prefetch(state_handles[i]);
     // What the schedule's resources count from: inputs, output arrays, the block.
     std::vector<Resource> bases(inputs_.size() + output_arrays_.size() + 1);
     for (size_t i = 0; i < inputs_.size() && !values; i++) {

@@ -6,24 +6,20 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import partial
-from os import PathLike
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from pyferrum import _native, _native_programs
 from pyferrum.array import Array, array
-from pyferrum.checkpoint import Tokenizer, open_gguf, open_safetensors
+from pyferrum.checkpoint import Tokenizer
 from pyferrum.config import AttentionConfig
-from pyferrum.device import Device, default_device
+from pyferrum.device import Device
 from pyferrum.errors import CheckpointError, InvalidArgument, UnsupportedError
-from pyferrum.formats import hidden_format
 from pyferrum.jit import PROGRAMS, Program, record, recording
-from pyferrum.models import llama, llama_files
-from pyferrum.models.loading import TensorLoader
+from pyferrum.models import llama
 from pyferrum.ops import embed
 from pyferrum.state import KVState, init_state
 
@@ -132,6 +128,7 @@ class Model:
         self._tokenizer = tokenizer
         self._tokenizer_lock = threading.Lock()
         self._memory = memory or {}
+        self._like = device, config.attention, config.layers
         self._programs: OrderedDict[Any, Program] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -237,18 +234,24 @@ class Model:
 
         Everything else beside the kernels is there to be forgotten while they run, so a step touches little.
         """
-        count, group, vocabulary = len(tokens), state._group, self.config.vocabulary
-        program = self._program(((count,), last_only, ()))
-        length, like = state._length, state._like
-        if program is None or group is None or length is None or like is None or count > chunk or recording():
-            return None
+        key, group, vocabulary = ((len(tokens),), last_only, ()), state._group, self.config.vocabulary
+        with self._lock:
+            program = self._programs.get(key)
+            if program is None or group is None or len(tokens) > chunk or self.device._handle is None:
+                return None
+            self._programs.move_to_end(key)
         for token in tokens:
             if type(token) is not int or not 0 <= token < vocabulary:
                 return None
-        _ = self.device.handle  # a closed device runs nothing
-        buffer, new = _native_programs.program_step(program.handle, tokens, group, self.config.layers)
-        scores = Array(self.device, buffer, *program.arrays[0])
-        return ModelState._of_group(new, length + count, like), scores
+        try:
+            buffer, made = program.step(tokens, group)
+        except UnsupportedError:  # this thread is recording
+            return None
+        new: ModelState = object.__new__(ModelState)
+        new._layers, new._group, new._like = None, made, self._like
+        new._length = cast(int, state._length) + len(tokens)
+        shape, format, offset = program.arrays[0]
+        return new, Array(self.device, buffer, shape, format, offset)
 
     def _replay(
         self,
@@ -269,8 +272,9 @@ class Model:
             else:
                 given = [layer.handle for state in states for layer in state.layers]
             (scores, *made), groups, new_lengths = program.run_groups([tokens], given, [layers] * len(states))
-            like = self.device, self.config.attention, layers
-            results = [ModelState._of_group(g, n, like) for g, n in zip(groups, new_lengths[::layers], strict=True)]
+            results = [
+                ModelState._of_group(g, n, self._like) for g, n in zip(groups, new_lengths[::layers], strict=True)
+            ]
         else:
             flat = [layer for state in states for layer in state.layers]
             if recording():  # of a function that calls this model
@@ -369,74 +373,3 @@ def _cut(x: Array, lengths: Sequence[int]) -> list[Array]:
         return [x]
     ends = list(itertools.accumulate(lengths))
     return [x[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
-
-
-def load(
-    path: str | PathLike[str],
-    *,
-    dtype: DTypeLike = np.float32,
-    device: Device | None = None,
-    strict: bool = False,
-) -> Model:
-    """A model from a GGUF file, or from a folder (or file) of safetensors with its config.json.
-
-    Weights are multiplied in the format they are stored in: from the memory-mapped file, or from a copy that the
-    device prepares (`Model.memory` says how large).
-
-    Args:
-        path: what to load.
-        dtype: of the residual stream: float32 (the float32-master ops) or float16.
-        device: None for the default device.
-        strict: a tensor that the model does not use is an error instead of a line in the log.
-
-    Raises:
-        CheckpointError: damaged or incomplete files; the message names file and tensor.
-        UnsupportedError: an architecture or a feature that is not built; the message names it.
-    """
-    path = Path(path)
-    device = device or default_device()
-    hidden_format(dtype, "dtype")
-    if not path.exists():
-        raise CheckpointError(f"{path}: no such file or folder")
-    try:
-        if path.suffix == ".gguf":
-            return _load_gguf(path, dtype, device, strict)
-        return _load_safetensors(path, dtype, device, strict)
-    except InvalidArgument as error:  # sizes from the file that no layer can have
-        raise CheckpointError(f"{path}: {error}") from error
-
-
-def _load_gguf(path: Path, dtype: DTypeLike, device: Device, strict: bool) -> Model:
-    file = open_gguf(path)
-    architecture = file.get("general.architecture", str)
-    if architecture != "llama":
-        raise UnsupportedError(f"{path}: architecture {architecture!r} is not built; known: llama")
-    config = llama_files.gguf_config(file)
-    config.attention.native(device)
-    loader = TensorLoader(file.tensors, file.files, device)
-    params = llama_files.gguf_params(file, config, loader)
-    loader.finish(strict)
-    tokenizer = None
-    if "tokenizer.ggml.model" in file.metadata:
-        Tokenizer.check_gguf(file.metadata, path)
-        tokenizer = partial(Tokenizer.from_gguf, file.metadata, path)
-    return Model(config, params, tokenizer, path=path, dtype=dtype, device=device, memory=_memory(loader))
-
-
-def _load_safetensors(path: Path, dtype: DTypeLike, device: Device, strict: bool) -> Model:
-    files = open_safetensors(path)
-    architectures = (files.config or {}).get("architectures") or ["none in config.json"]
-    if architectures != ["LlamaForCausalLM"]:
-        raise UnsupportedError(f"{path}: architecture {architectures} is not built; known: LlamaForCausalLM")
-    config = llama_files.hf_config(files)
-    config.attention.native(device)
-    loader = TensorLoader(files.tensors, files.files, device)
-    params = llama_files.hf_params(config, loader)
-    loader.finish(strict)
-    folder = path if path.is_dir() else path.parent
-    tokenizer = partial(Tokenizer.from_files, folder) if (folder / "tokenizer.json").is_file() else None
-    return Model(config, params, tokenizer, path=path, dtype=dtype, device=device, memory=_memory(loader))
-
-
-def _memory(loader: TensorLoader) -> dict[str, int]:
-    return {name: getattr(loader, name) for name in ("mapped_bytes", "expanded_bytes", "prepared_bytes")}
