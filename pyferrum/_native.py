@@ -1,4 +1,4 @@
-"""Finds and loads libferrum; with `_native_rings`, the only module that knows cffi.
+"""Finds and loads libferrum; with `_native_programs` and `_native_rings`, the only module that knows cffi.
 
 Everything else calls the functions below. They take and return `Handle`s (reference-counted native objects), turn
 status codes into exceptions, and never let a Python object outlive what it points to.
@@ -6,7 +6,6 @@ status codes into exceptions, and never let a Python object outlive what it poin
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -151,6 +150,8 @@ def kernel_names() -> list[str]:
 
 # ---- Devices, buffers
 
+_POINTER, _ADDRESS = ffi.typeof("void **"), ffi.typeof("uintptr_t")
+
 
 def device_new(name: str, *, threads: int, arena_bytes: int, exact: bool, instruction_set: str, poison: bool) -> Handle:
     """Open a device; zeros and "" stand for its defaults."""
@@ -183,7 +184,7 @@ def buffer_from(device: Handle, data: np.ndarray[Any, Any]) -> Handle:
         lambda out: lib.ferrum_buffer_new(device[0], data.nbytes, out),
     )
     if data.nbytes:
-        ffi.memmove(_contents(handle)[0], ffi.from_buffer(data.reshape(-1).view(np.uint8)), data.nbytes)
+        ffi.memmove(_contents(handle), ffi.from_buffer(data.reshape(-1).view(np.uint8)), data.nbytes)
     return handle
 
 
@@ -192,9 +193,9 @@ def buffer_wrap(device: Handle, data: np.ndarray[Any, Any]) -> Handle:
     view = ffi.from_buffer(data)
 
     # At the very end of the interpreter this module's names are gone before the last buffer is: it has its own.
-    def release(handle: Any, keep: Any = view, lib: Any = lib, new: Any = ffi.new) -> None:
+    def release(handle: Any, keep: Any = view, lib: Any = lib, new: Any = ffi.new, null: Any = ffi.NULL) -> None:
         if handle[0]:
-            lib.ferrum_buffer_contents(handle[0], new("void **"), new("uint64_t *"))  # waits for its readers
+            lib.ferrum_buffer_contents(handle[0], new("void **"), null)  # waits for its readers
             lib.ferrum_buffer_release(handle)
 
     handle = ffi.gc(ffi.new("ferrum_buffer **"), release)
@@ -202,30 +203,43 @@ def buffer_wrap(device: Handle, data: np.ndarray[Any, Any]) -> Handle:
     return handle
 
 
-def _contents(buffer: Handle) -> tuple[Any, int]:
-    data, size = ffi.new("void **"), ffi.new("uint64_t *")
-    _check(lib.ferrum_buffer_contents(buffer[0], data, size))
-    return data[0], size[0]
+def _contents(buffer: Handle) -> Any:
+    data = ffi.new(_POINTER)
+    _check(lib.ferrum_buffer_contents(buffer[0], data, ffi.NULL))
+    return data[0]
 
 
 class _Memory:
-    """A buffer's bytes for NumPy: whoever looks at them holds this, and this holds the buffer.
+    """A buffer's memory for NumPy: whoever looks at it holds this, and this holds the buffer.
 
     No destructor in Python: an interrupt that arrives in one would be lost.
     """
 
     __slots__ = ("__array_interface__", "_buffer")
+    __array_interface__: dict[str, Any]
+    _buffer: Handle
 
-    def __init__(self, buffer: Handle) -> None:
-        data, size = _contents(buffer)
-        self._buffer = buffer
-        address = int(ffi.cast("uintptr_t", data))
-        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (size,), "data": (address, True)}
+
+def buffer_array(buffer: Handle, offset: int, shape: tuple[int, ...], dtype: str) -> np.ndarray[Any, Any]:
+    """Part of a buffer as a read-only array, once every call that writes it is done; keeps the buffer alive.
+
+    `dtype` in the array interface's letters; nobody checks that the buffer has so many bytes.
+    """
+    memory, data = _Memory(), ffi.new(_POINTER)
+    status = lib.ferrum_buffer_contents(buffer[0], data, ffi.NULL)
+    if status:
+        _check(status)
+    memory._buffer = buffer
+    address = int(ffi.cast(_ADDRESS, data[0])) + offset
+    memory.__array_interface__ = {"version": 3, "typestr": dtype, "shape": shape, "data": (address, True)}
+    return np.asarray(memory)
 
 
 def buffer_view(buffer: Handle) -> np.ndarray[Any, Any]:
-    """The buffer's bytes, read-only uint8, once every call that writes them is done; keeps the buffer alive."""
-    return np.asarray(_Memory(buffer))
+    """All of a buffer as `buffer_array` gives it, uint8."""
+    size = ffi.new("uint64_t *")
+    _check(lib.ferrum_buffer_contents(buffer[0], ffi.new(_POINTER), size))
+    return buffer_array(buffer, 0, (size[0],), "|u1")
 
 
 def buffer_wait(buffer: Handle) -> None:
@@ -259,6 +273,15 @@ def state_describe(state: Handle) -> dict[str, int]:
     summary = ffi.new("ferrum_state_summary *")
     _check(lib.ferrum_state_describe(state[0], summary))
     return _fields(summary[0])
+
+
+def state_pages(state: Handle) -> list[int]:
+    """Numbers of the pages that the state shows."""
+    count = ffi.new("uint64_t *")
+    _check(lib.ferrum_state_pages(state[0], 0, ffi.NULL, count))
+    pages = ffi.new(_U64S, count[0])
+    _check(lib.ferrum_state_pages(state[0], count[0], pages, count))
+    return ffi.unpack(pages, count[0]) if count[0] else []
 
 
 def state_truncate(state: Handle, length: int) -> Handle:
@@ -326,6 +349,19 @@ def causal_attention(
     return new_states, ys
 
 
+def causal_attention_alone(attention: Handle, weights: Any, state: Handle, tokens: int, x: Any) -> tuple[Handle, Any]:
+    """The new state and the output buffer of a call with one sequence."""
+    (state_kind, release_state), (buffer_kind, release_buffer) = _EMPTY["state"], _EMPTY["buffer"]
+    new, gc = ffi.new, ffi.gc
+    new_state, y = gc(new(state_kind), release_state), gc(new(buffer_kind), release_buffer)
+    states = state if type(state) is not GroupMember else new(_STATES, (state[0],))
+    outs = new(_STATE_OUTS, (new_state,)), new(_BUFFER_OUTS, (y,))
+    status = lib.ferrum_causal_attention(attention[0], weights, _LOOP, 1, states, new(_U64S, (tokens,)), x, *outs)
+    if status:
+        _check(status)
+    return new_state, y
+
+
 def attention_plan(
     attention: Handle, request: dict[str, Any], starts: Sequence[int], tokens: Sequence[int]
 ) -> tuple[dict[str, Any], list[dict[str, Any]], list[tuple[int, int]]]:
@@ -361,60 +397,7 @@ def _params_struct(kernel: str) -> str:
     ).join(("ferrum_", "_params"))
 
 
-# ---- Programs
-
-
-def program_begin(device: Handle, inputs: Sequence[Any], states: Sequence[Handle]) -> None:
-    """Take down this thread's calls on the device, with these tensors and states as inputs."""
-    _check(lib.ferrum_program_begin(device[0], len(inputs), _tensors(inputs), len(states), _states(states)))
-
-
-def program_end(outputs: Sequence[Any], states: Sequence[Handle]) -> Handle:
-    """The program that makes these tensors and states."""
-    return _new(
-        "program",
-        lambda out: lib.ferrum_program_end(len(outputs), _tensors(outputs), len(states), _states(states), out),
-    )
-
-
-def program_abandon() -> None:
-    """End this thread's recording and keep nothing."""
-    lib.ferrum_program_abandon()
-
-
-def program_run(
-    program: Handle, inputs: Sequence[Any], states: Any, arrays: int, groups: Sequence[int]
-) -> tuple[list[Handle], list[Any], list[int]]:
-    """Buffers of the outputs, the new states in groups of these sizes, and their lengths.
-
-    A group is an array `ferrum_state *[]` under one owner: as many owners would cost more than the call. `states` is
-    such a group, or a list of handles.
-    """
-    buffers = _empties("buffer", arrays)
-    made = [ffi.gc(ffi.new(_group_type(size)), lib.ferrum_states_release) for size in groups]
-    count = sum(groups)
-    lengths = ffi.new(_U64S, count)
-    _check(
-        lib.ferrum_program_run(
-            program[0],
-            _tensors(inputs),
-            _states(states) if isinstance(states, list) else states,
-            ffi.new(_BUFFER_OUTS, buffers),
-            ffi.new(_STATE_OUTS, [group + i for group, size in zip(made, groups, strict=True) for i in range(size)]),
-            lengths,
-        )
-    )
-    return buffers, made, ffi.unpack(lengths, count) if count else []
-
-
-@functools.cache
-def _group_type(size: int) -> Any:
-    return ffi.typeof(f"ferrum_state *[{size + 1}]")  # the length in the type: cffi forgets another one
-
-
-def states_release(group: Any) -> None:
-    """Let go of a group's states now."""
-    lib.ferrum_states_release(group)
+# ---- Lists of handles
 
 
 class GroupMember:
@@ -429,6 +412,7 @@ class GroupMember:
         return self._group[self._index]
 
 
+_LOOP = lib.FERRUM_FORM_PARTICIPANT_LOOP
 _U64S, _TENSORS = ffi.typeof("uint64_t[]"), ffi.typeof("ferrum_tensor[]")
 _STATES, _STATE_OUTS = ffi.typeof("ferrum_state *[]"), ffi.typeof("ferrum_state **[]")
 _BUFFER_OUTS = ffi.typeof("ferrum_buffer **[]")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from pyferrum import _native
 from pyferrum.device import Device, default_device
 from pyferrum.errors import InvalidArgument, StateError, UnsupportedError
 from pyferrum.formats import DTYPES, FORMATS, NAMES, NUMBERS, Shape
+
+_LETTERS = {name: dtype.str for name, dtype in DTYPES.items()} | {"BF16": "|V2"}
 
 
 class DeviceArray:
@@ -51,7 +54,7 @@ class DeviceArray:
     @property
     def size(self) -> int:
         """Number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +63,7 @@ class DeviceArray:
         return self.size // elements * size
 
     def _bytes(self) -> np.ndarray[Any, Any]:
-        return _native.buffer_view(self.buffer)[self._offset : self._offset + self.nbytes]
+        return _native.buffer_array(self.buffer, self._offset, (self.nbytes,), "|u1")
 
     def block_until_ready(self) -> Any:
         """Wait for the call that makes this array; gives the array. Errors of that call are raised here."""
@@ -88,7 +91,10 @@ class Array(DeviceArray):
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         """Read-only and without a copy where possible; `copy=False` raises where a dtype needs one."""
-        view = self._bytes().view(self.dtype).reshape(self.shape)
+        buffer = self.buffer if self._buffer is None else self._buffer  # the property raises
+        view = _native.buffer_array(buffer, self._offset, self.shape, _LETTERS[self.format])
+        if self.format == "BF16":
+            view = view.view(self.dtype)
         if dtype is not None and np.dtype(dtype) != self.dtype:
             if copy is False:
                 raise InvalidArgument(f"dtype: {self.dtype} to {np.dtype(dtype)} needs a copy, and copy=False")
@@ -140,7 +146,7 @@ class Array(DeviceArray):
         if not isinstance(index, (int, np.integer, slice)) or not self.shape:
             raise InvalidArgument("an Array takes one integer or slice of its first axis; use numpy.asarray(x)[...]")
         rest = self.shape[1:]
-        row = self.dtype.itemsize * int(np.prod(rest, dtype=np.int64))
+        row = self.dtype.itemsize * math.prod(rest)
         if isinstance(index, slice):
             start, stop, step = index.indices(self.shape[0])
             if step != 1:

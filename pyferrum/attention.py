@@ -62,8 +62,12 @@ def causal_attention(states: Any, x: Any, weights: AttentionWeights) -> Any:
         if isinstance(x, Ragged):
             raise InvalidArgument("x: a Ragged goes with a sequence of states, got one state")
         row = _rows(x, states)
-        new, ys = _call([states], weights, False, [row.shape[0]], [row])
-        return new[0], ys[0]
+        shape, device, config, length = row.shape, states.device, states.config, states._length
+        native, kept = weights.native(device)  # `kept` holds arrays made from NumPy weights until the call is over
+        handle, y = _native.causal_attention_alone(config.native(device), native, states.handle, shape[0], row.tensor)
+        del kept
+        extended = KVState(device, config, handle, None if length is None else length + shape[0])
+        return extended, Array(device, y, shape, row.format)
 
     group = tuple(states)
     if not group or not all(isinstance(state, KVState) for state in group):

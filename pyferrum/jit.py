@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from pyferrum import _native
+from pyferrum import _native, _native_programs
 from pyferrum.array import Array, DeviceArray, array
 from pyferrum.config import AttentionConfig
 from pyferrum.device import Device, default_device
@@ -39,6 +39,11 @@ class Program:
     states: tuple[AttentionConfig, ...]
     """Of each output state."""
 
+    @functools.cached_property
+    def step(self) -> Callable[[list[int], Any], tuple[Any, Any]]:
+        """`_native_programs.stepper`, of a program from one array of indices to one array."""
+        return _native_programs.stepper(self.handle, len(self.states))
+
     def run(self, arrays: Sequence[DeviceArray], states: Sequence[KVState]) -> tuple[list[Array], list[KVState]]:
         """The outputs for other inputs of the same shapes, formats and configurations.
 
@@ -57,11 +62,11 @@ class Program:
     def run_groups(
         self, arrays: Sequence[DeviceArray], states: Any, sizes: Sequence[int]
     ) -> tuple[list[Array], list[Any], list[int]]:
-        """As `run`, over groups of native states: see `_native.program_run`."""
+        """As `run`, over groups of native states: see `_native_programs.program_run`."""
         device = self.device
         _ = device.handle  # a closed device runs nothing
         tensors = [a.tensor for a in arrays]
-        buffers, groups, lengths = _native.program_run(self.handle, tensors, states, len(self.arrays), sizes)
+        buffers, groups, lengths = _native_programs.program_run(self.handle, tensors, states, len(self.arrays), sizes)
         return [Array(device, b, *like) for b, like in zip(buffers, self.arrays, strict=True)], groups, lengths
 
 
@@ -100,15 +105,15 @@ def record(
     # bytes. Whatever else the function knows is captured, even if it shares memory with an input.
     own = [type(a)(device, _native.buffer_wrap(device.handle, a._bytes()), a.shape, a.format) for a in arrays]
     aliases = [KVState(device, s.config, _native.state_truncate(s.handle, s.length), None) for s in states]
-    _native.program_abandon()  # one that a second interrupt left behind
+    _native_programs.program_abandon()  # one that a second interrupt left behind
     try:
         _thread.recording = True
-        _native.program_begin(device.handle, [a.tensor for a in own], [s.handle for s in aliases])
+        _native_programs.program_begin(device.handle, [a.tensor for a in own], [s.handle for s in aliases])
         out_arrays, out_states = function(own, aliases)
-        handle = _native.program_end([a.tensor for a in out_arrays], [s.handle for s in out_states])
+        handle = _native_programs.program_end([a.tensor for a in out_arrays], [s.handle for s in out_states])
     finally:
         _thread.recording = False
-        _native.program_abandon()
+        _native_programs.program_abandon()
     likes = tuple((a.shape, a.format, a._offset) for a in out_arrays)
     program = Program(device, handle, likes, tuple(s.config for s in out_states))
     lengths = [_native.state_describe(s.handle)["length"] for s in out_states]

@@ -21,7 +21,8 @@ from pyferrum.device import Device
 from pyferrum.errors import InvalidArgument, UnsupportedError
 from pyferrum.evaluate.provenance import device_facts, model_facts, versions
 from pyferrum.evaluate.work import Prefixes, Unit, run_units
-from pyferrum.models.model import Model, load
+from pyferrum.models.checkpoints import load
+from pyferrum.models.model import Model
 from pyferrum.sampling import Sampling
 from pyferrum.score import encode_pair
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -197,38 +196,17 @@ def attention_map(
 
 
 def page_numbers(states: Sequence[KVState | ModelState], *, layer: int = 0) -> list[list[int]]:
-    """Which pages of one layer each state shows, numbered from 0 in order of appearance.
-
-    Told from what the pages hold: states share from their beginning on, so two states show the same page if all pages
-    before it are the same and it has the same bits as far as both of them go. Branches that have said the same so far,
-    and sequences that were computed twice, look shared though they are not; `pf.arena_stats()` counts the real ones.
+    """Which pages of one layer each state shows (`KVState.page_ids`), numbered from 0 in order of appearance.
 
     Args:
-        states: of one configuration.
+        states: of one configuration and one device.
         layer: of ModelStates.
     """
     own = [state.layers[layer] if isinstance(state, ModelState) else state for state in states]
-    if not own or any(state.config != own[0].config for state in own):
-        raise InvalidArgument("states: expected at least one, and one AttentionConfig for all of them")
-    numbers = count()
-    known: dict[int, list[tuple[int, np.ndarray[Any, Any]]]] = {}
-    result = []
-    for state in own:
-        parent, shown = -1, []
-        rows = np.concatenate([np.asarray(state.keys()), np.asarray(state.values())], axis=1).view(np.uint16)
-        for start in range(0, state.length, state.tokens_per_page):
-            page = rows[start : start + state.tokens_per_page]
-            entries = known.setdefault(parent, [])
-            same = (np.array_equal(page[: len(other)], other[: len(page)]) for _, other in entries)
-            at = next((i for i, one in enumerate(same) if one), len(entries))
-            if at == len(entries):
-                entries.append((next(numbers), page))
-            elif len(page) > len(entries[at][1]):
-                entries[at] = entries[at][0], page
-            parent = entries[at][0]
-            shown.append(parent)
-        result.append(shown)
-    return result
+    if not own or any((state.config, state.device) != (own[0].config, own[0].device) for state in own):
+        raise InvalidArgument("states: expected at least one, of one AttentionConfig and one device")
+    numbers: dict[int, int] = {}
+    return [[numbers.setdefault(page, len(numbers)) for page in state.page_ids.tolist()] for state in own]
 
 
 def pages(
@@ -240,10 +218,10 @@ def pages(
 ) -> Axes:
     """The pages that each state shows: colours for those that several show, grey for those of one alone.
 
-    A page is as full as the state shows of it. What is shared is told from what pages hold; see `page_numbers`.
+    A page is as full as the state shows of it.
 
     Args:
-        states: of one configuration, drawn from top to bottom.
+        states: of one configuration and one device, drawn from top to bottom.
         labels: a name for each; None for numbers.
         layer: of ModelStates.
         ax: where to draw; None for a new figure.

@@ -56,6 +56,17 @@ class KVState:
         return int(_native.state_describe(self.handle)["pages"])
 
     @property
+    def page_ids(self) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        """Which pages of the device's arena those are, in order: uint64 [pages].
+
+        Two living states of a device that show an equal id share that page's memory. An id means nothing else, and may
+        come again for another page once no state shows the one it meant.
+        """
+        if self._length is None:
+            raise UnsupportedError("page_ids: not known while `jit` records a function, which runs for any length")
+        return np.array(_native.state_pages(self.handle), np.uint64)
+
+    @property
     def tokens_per_page(self) -> int:
         """Tokens whose keys and values fit a page: 65536 // bytes_per_token."""
         return int(_native.state_describe(self.handle)["tokens_per_page"])

@@ -202,6 +202,7 @@ def valid_arguments() -> dict[str, Callable[[], list[Any]]]:
         "state_release": lambda: [o("ferrum_state **")],
         "states_release": lambda: [o("ferrum_state *[1]")],
         "state_describe": lambda: [state, o("ferrum_state_summary *")],
+        "state_pages": lambda: [state, 4, o("uint64_t[4]"), o("uint64_t *")],
         "state_truncate": lambda: [state, 1, o("ferrum_state **")],
         "state_append": lambda: [state, kv, kv, o("ferrum_state **")],
         "state_read": lambda: [state, 0, 2, o("ferrum_buffer **"), o("ferrum_buffer **")],
@@ -221,8 +222,8 @@ def valid_arguments() -> dict[str, Callable[[], list[Any]]]:
         "program_abandon": lambda: [],
         "program_release": lambda: [o("ferrum_program **")],
         "program_run": lambda: [
-            *(program, x, states, o("ferrum_buffer **[]", [new_y]), o("ferrum_state **[]", [new_state])),
-            o("uint64_t[1]"),
+            *(program, x, ffi.NULL, states, o("ferrum_buffer **[]", [new_y])),
+            *(0, o("uint32_t[1]"), o("ferrum_state **[1]"), o("uint64_t[1]")),
         ],
         "rms_norm": lambda: [device, x, row, 1e-5, o("ferrum_buffer **")],
         "linear": lambda: [device, x, q, row, 1, o("ferrum_buffer **")],
@@ -236,7 +237,10 @@ def valid_arguments() -> dict[str, Callable[[], list[Any]]]:
     }
 
 
-MAY_BE_NULL = {("device_new", 1), ("linear", 3), ("dflash2_heads", 2)}
+MAY_BE_NULL = {
+    *(("device_new", 1), ("buffer_contents", 2), ("linear", 3), ("dflash2_heads", 2)),
+    *(("program_run", 2), ("program_run", 8)),
+}
 HUGE = (1 << 64) - 1
 HOSTILE_TENSORS: list[dict[str, Any]] = [
     {"buffer": ffi.NULL},

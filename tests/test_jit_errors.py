@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import pyferrum as pf
-from pyferrum import _native
+from pyferrum import _native, _native_programs
 from tests import tiny
 from tests.conftest import settled_counts
 from tests.test_jit import NORM, PAGED, bits, f16, f32, grown
@@ -205,18 +205,18 @@ def test_native__program_checks_what_it_is_given(no_leaks: None) -> None:
     device, state = pf.default_device().handle, grown(2, PAGED)
     x, weights = f16(3), tiny.layer(PAGED)
     with pytest.raises(pf.InvalidArgument, match="not recording"):
-        _native.program_end([x.tensor], [])
+        _native_programs.program_end([x.tensor], [])
     for wrong in ([x[1:].tensor], [x[:2].tensor], [x.tensor, x.tensor]):
         with pytest.raises(pf.InvalidArgument, match="expected buffers of their own"):
-            _native.program_begin(device, wrong, [])
+            _native_programs.program_begin(device, wrong, [])
     with pytest.raises(pf.InvalidArgument, match="state 1 comes twice"):
-        _native.program_begin(device, [], [state.handle] * 2)
-    _native.program_begin(device, [x.tensor], [state.handle])
+        _native_programs.program_begin(device, [], [state.handle] * 2)
+    _native_programs.program_begin(device, [x.tensor], [state.handle])
     with pytest.raises(pf.InvalidArgument, match="recording already"):
-        _native.program_begin(device, [x.tensor], [])
+        _native_programs.program_begin(device, [x.tensor], [])
     y = pf.swiglu(x, x)
     new, _ = pf.causal_attention(pf.KVState(pf.default_device(), PAGED, state.handle, 2), f32(1), weights)
-    program = _native.program_end([y.tensor], [new.handle])
+    program = _native_programs.program_end([y.tensor], [new.handle])
     other, tall = pf.init_state(tiny.LAYER), f16(9)
     for tensor, handle, message in [
         (f16(2), state, r"expected F16 \[3, 32\] for input 0"),
@@ -224,14 +224,19 @@ def test_native__program_checks_what_it_is_given(no_leaks: None) -> None:
         (x, other, r"state 0 is not of the kind"),
     ]:
         with pytest.raises(pf.InvalidArgument, match=message):
-            _native.program_run(program, [tensor.tensor], [handle.handle], 1, [1])
-    buffers, _, lengths = _native.program_run(program, [tall[4:7].tensor], [grown(6, PAGED).handle], 1, [1])
+            _native_programs.program_run(program, [tensor.tensor], [handle.handle], 1, [1])
+    buffers, _, lengths = _native_programs.program_run(program, [tall[4:7].tensor], [grown(6, PAGED).handle], 1, [1])
     assert (_native.buffer_view(buffers[0]).tobytes(), lengths) == (bits(pf.swiglu(tall[4:7], tall[4:7]))[3], [7])
-    outs = _native.ffi.new("ferrum_buffer **[]", [_native.ffi.NULL])
-    states = _native.ffi.new("ferrum_state *[]", [state.handle[0]])
-    arguments = (program[0], x.tensor, states, outs, _native.ffi.new("ferrum_state **[1]"))
-    with pytest.raises(pf.InvalidArgument, match=r"out_arrays\[i\]"):
-        _native._check(_native.lib.ferrum_program_run(*arguments, _native.ffi.new("uint64_t[1]")))
+    null, new = _native.ffi.NULL, _native.ffi.new
+    states, sizes, made = new("ferrum_state *[]", [state.handle[0]]), new("uint32_t[]", [1]), new("ferrum_state *[1]")
+    for outs, groups, message in [
+        ([null], 1, r"out_arrays\[i\]"),
+        ([new("ferrum_buffer **")], 0, "expected groups of 1 states in all, got 0"),
+    ]:
+        results = new("ferrum_buffer **[]", outs), groups, sizes, new("ferrum_state **[]", [made]), null
+        with pytest.raises(pf.InvalidArgument, match=message):
+            _native._check(_native.lib.ferrum_program_run(program[0], x.tensor, null, states, *results))
+    assert made[0] == null
 
 
 FORK = """

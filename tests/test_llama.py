@@ -6,6 +6,7 @@ tests/figures/make_smollm2.py made the figures; it is not needed here.
 from __future__ import annotations
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import pyferrum as pf
 from pyferrum import reference
 from pyferrum.models import llama
+from tests import tiny
 
 FIGURES = np.load(Path(__file__).parent / "figures" / "smollm2_tidewatch.npz")
 TOKENS = FIGURES["tokens"]
@@ -121,6 +123,39 @@ def test_model__refuses_bad_tokens_and_changes_nothing(model: pf.Model) -> None:
     assert pf.arena_stats()["used_pages"] == before["used_pages"]
 
 
+def test_model__decodes_any_list_of_tokens_alike(model: pf.Model, tmp_path: Path) -> None:
+    """A sequence that goes on takes a shorter way: same bits, same errors, whatever the tokens come in."""
+    state, _ = model.forward(model.init_state(), TOKENS[:40])
+    for _ in range(2):
+        state, _ = model.forward(state, [7])
+    before, copies = pf.arena_stats(), []
+    for tokens in ([5], (5,), np.array([5]), [np.int64(5)], [np.int32(5)]):
+        new, scores = model.forward(state, tokens)
+        copies.append((np.asarray(scores).tobytes(), [np.asarray(layer.keys()).tobytes() for layer in new.layers]))
+        assert (new.length, new.layers[-1].length) == (43, 43)
+        new.close()
+    assert copies.count(copies[0]) == 5
+    for tokens, message in (
+        *(([t], "expected 0…49151") for t in (49152, -1, 1 << 31, 1 << 40)),
+        *(([t], "at least one integer") for t in (True, 1.5, np.float32(5), "5", None, 1 << 70, [5])),
+    ):
+        with pytest.raises(pf.InvalidArgument, match=message):
+            model.forward(state, tokens)
+    used = pf.arena_stats()["used_pages"]
+    assert used == before["used_pages"]
+    two, whole = model.forward(state, [5, 6], chunk=1), model.forward(state, [5, 6])
+    assert np.asarray(two[1]).tobytes() == np.asarray(whole[1]).tobytes()
+    small = pf.load(tiny.write_tiny(tmp_path))
+    for _ in range(2):
+        other, _ = small.forward(small.init_state(), [1, 2])
+        other, _ = small.forward(other, [1])
+        with pytest.raises(pf.InvalidArgument, match="state"):
+            model.forward(other, [5])
+    state.close()
+    with pytest.raises(pf.StateError, match="closed"):
+        model.forward(state, [5])
+
+
 def test_reference__runs_the_same_forward_pass(model: pf.Model, logits: np.ndarray) -> None:
     """The model's own code over `pyferrum.reference`: two layers of the real weights, in float64."""
     config: Any = model.config
@@ -136,6 +171,24 @@ def test_load__names_what_is_wrong(tmp_path: Path) -> None:
         pf.load(tmp_path / "missing.gguf")
     with pytest.raises(pf.InvalidArgument, match="dtype: expected float16 or float32"):
         pf.load(tmp_path, dtype="float64")
+
+
+def test_tokenizer__is_made_when_asked_for_and_its_settings_are_checked_before(tmp_path: Path) -> None:
+    folder = tiny.write_tiny(tmp_path / "folder")
+    model = pf.load(folder)
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda _: model.tokenizer, range(8)))
+    assert all(one is model.tokenizer for one in made)
+    (folder / "tokenizer.json").write_text("{}")
+    model = pf.load(folder)
+    state, _ = model.forward(model.init_state(), [1, 2, 3])
+    for _ in range(2):
+        with pytest.raises(pf.CheckpointError, match=r"tokenizer\.json: the tokenizers library cannot read it"):
+            next(pf.generate(model, "hello"))
+    assert model.forward(state, [4])[0].length == 4
+    file = tiny.write_tiny_gguf(tmp_path / "t.gguf", keys={"tokenizer.ggml.model": "llama"})
+    with pytest.raises(pf.CheckpointError, match=r"tokenizer\.ggml\.model is 'llama'"):
+        pf.load(file)
 
 
 def test_memory__weights_stay_in_the_file(model: pf.Model, model_path: Path) -> None:

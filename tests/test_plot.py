@@ -164,8 +164,12 @@ def test_page_numbers__equal_pages_behind_different_ones_are_not_the_same() -> N
     start = pf.init_state(tiny.LAYER)
     left, right = (grown(grown(start, PAGE, seed), PAGE, 7) for seed in (1, 2))
     assert plot.page_numbers([left, right]) == [[0, 1], [2, 3]]
-    with pytest.raises(pf.InvalidArgument, match="states: expected at least one"):
-        plot.page_numbers([])
+    again = grown(start, PAGE, 1)  # the same bits, computed twice
+    assert plot.page_numbers([left, again]) == [[0, 1], [2]]
+    elsewhere = pf.init_state(tiny.LAYER, device=pf.Device(threads=1))
+    for states in ([], [start, elsewhere]):
+        with pytest.raises(pf.InvalidArgument, match="states: expected at least one, of one AttentionConfig and one"):
+            plot.page_numbers(states)
 
 
 def test_page_numbers__take_a_layer_of_a_model(tmp_path: Path) -> None:

@@ -181,3 +181,24 @@ def test_load_state__damaged_files_are_checkpoint_errors(device: pf.Device, tmp_
     for name in ("cut", "other"):
         with pytest.raises(pf.CheckpointError, match=name):
             pf.load_state(tmp_path / f"{name}.safetensors", device=device)
+
+
+def test_page_ids__say_what_relatives_share(no_leaks: None) -> None:
+    """A fork shares every page; an append to it copies exactly the page that it fills in part."""
+    config = pf.AttentionConfig(64, 8, 8, 128, maximum_context_tokens=1000)  # 16 tokens to a page
+    token = np.ones((40, 8, 128), np.float16)
+    empty = pf.init_state(config)
+    start = empty.append(token, token)
+    ids = start.page_ids
+    assert (ids.dtype, ids.shape, len(set(ids.tolist())), empty.page_ids.shape) == (np.uint64, (3,), 3, (0,))
+    fork = start.truncate(40)
+    np.testing.assert_array_equal(fork.page_ids, ids)
+    np.testing.assert_array_equal(start.truncate(17).page_ids, ids[:2])
+    longer = start.append(token[:1], token[:1])  # in place
+    np.testing.assert_array_equal(longer.page_ids, ids)
+    branch = fork.append(token[:9], token[:9])
+    np.testing.assert_array_equal(branch.page_ids[:2], ids[:2])
+    assert len(branch.page_ids) == 4 and not set(branch.page_ids[2:].tolist()) & set(ids.tolist())
+    start.close()
+    with pytest.raises(pf.StateError, match="closed"):
+        _ = start.page_ids

@@ -21,11 +21,28 @@ uint32_t slots_shown(uint64_t length, uint64_t page, uint32_t tokens_per_page) {
 // Pages in order, and the lengths of the living states that show a prefix of them. It holds exactly the pages that the
 // longest of these needs, and dies with the last one.
 struct PageList {
+    struct Living {
+        uint64_t length;
+        uint32_t states;
+    };
     std::vector<PageId> pages;
-    std::map<uint64_t, uint32_t> lengths;
+    std::vector<Living> lengths;  // shortest first; a sequence that is decoded has one or two
     Counted counted{live_counts.page_lists};
 
-    uint64_t longest() const { return lengths.empty() ? 0 : lengths.rbegin()->first; }
+    uint64_t longest() const { return lengths.empty() ? 0 : lengths.back().length; }
+    std::vector<Living>::iterator find(uint64_t length) {
+        return std::lower_bound(lengths.begin(), lengths.end(), length,
+                                [](const Living &living, uint64_t value) { return living.length < value; });
+    }
+    void add(uint64_t length) {
+        auto at = find(length);
+        if (at == lengths.end() || at->length != length) at = lengths.insert(at, {length, 0});
+        at->states++;
+    }
+    void remove(uint64_t length) {
+        auto at = find(length);
+        if (--at->states == 0) lengths.erase(at);
+    }
 };
 
 KVLayout KVLayout::make(const char *op, uint64_t key_value_heads, uint64_t head_dim) {
@@ -54,7 +71,7 @@ Arena::~Arena() = default;
 
 Ref<State> Arena::empty(Device *device, KVLayout layout) {
     auto list = std::make_unique<PageList>();
-    list->lengths[0] = 1;
+    list->add(0);
     auto state = Ref<State>::adopt(new State(Ref<Device>::share(device), layout, list.get(), 0));
     list.release();
     return state;
@@ -63,7 +80,7 @@ Ref<State> Arena::empty(Device *device, KVLayout layout) {
 Ref<State> Arena::truncate(State *state, uint64_t length) {
     std::lock_guard lock(mutex_);
     // Registered first: if the allocation below throws, the entry has to go again.
-    state->list_->lengths[length]++;
+    state->list_->add(length);
     try {
         return Ref<State>::adopt(new State(state->device_, state->layout, state->list_, length));
     } catch (...) {
@@ -72,16 +89,20 @@ Ref<State> Arena::truncate(State *state, uint64_t length) {
     }
 }
 
-Arena::Step Arena::plan_append(const State &state, uint64_t tokens, const std::vector<const State *> &claimed) const {
+// The step of states[i], behind those of the states before it.
+Arena::Step Arena::plan_append(State *const *states, size_t i, uint64_t tokens, const Step *steps) const {
+    const State &state = *states[i];
     const KVLayout &layout = state.layout;
     const PageList &list = *state.list_;
     const uint64_t have = layout.pages(state.length), need = layout.pages(state.length + tokens);
     const uint32_t partial = uint32_t(state.length % layout.tokens_per_page);
     bool in_place = list.longest() == state.length && (!partial || mark(list.pages[have - 1]) == partial);
-    for (const State *other : claimed) {  // an earlier participant of the same call took these slots
+    for (size_t j = 0; in_place && j < i; j++) {  // an earlier participant of the same call may have taken these slots
+        if (!steps[j].in_place) continue;
+        const State *other = states[j];
         bool same_tail = partial && layout.pages(other->length) == have && other->length % layout.tokens_per_page &&
                          other->list_->pages[have - 1] == list.pages[have - 1];
-        in_place = in_place && other->list_ != &list && !same_tail;
+        in_place = other->list_ != &list && !same_tail;
     }
     return {in_place, need - have + (partial && !in_place ? 1 : 0)};
 }
@@ -148,7 +169,7 @@ void Arena::cover(PageId page, uint32_t from, uint32_t to) {
 // A living state of `list` is now `length` long; the pages it needs are in the list.
 void Arena::show(PageList &list, uint64_t length, const KVLayout &layout) {
     uint64_t before = list.longest();
-    list.lengths[length]++;
+    list.add(length);
     for (uint64_t page = before / layout.tokens_per_page; length > before && page < layout.pages(length); page++)
         cover(list.pages[page], slots_shown(before, page, layout.tokens_per_page),
               slots_shown(length, page, layout.tokens_per_page));
@@ -156,8 +177,7 @@ void Arena::show(PageList &list, uint64_t length, const KVLayout &layout) {
 
 void Arena::hide(PageList &list, uint64_t length, const KVLayout &layout) {
     uint64_t before = list.longest();
-    auto entry = list.lengths.find(length);
-    if (--entry->second == 0) list.lengths.erase(entry);
+    list.remove(length);
     uint64_t after = list.longest();
     for (uint64_t page = after / layout.tokens_per_page; before > after && page < layout.pages(before); page++)
         cover(list.pages[page], slots_shown(before, page, layout.tokens_per_page),
@@ -174,39 +194,49 @@ void Arena::forget(State *state) {
 }
 
 Arena::Appended Arena::append(const char *op, const std::vector<State *> &states, const std::vector<uint64_t> &tokens) {
+    Appended result;
+    result.states.resize(states.size());
+    append(op, states.size(), states.data(), tokens.data(), result.states.data(), result.copies);
+    return result;
+}
+
+void Arena::append(const char *op, size_t count, State *const *states, const uint64_t *tokens, Ref<State> *made,
+                   std::vector<PageCopy> &copies) {
     try {
-        return try_append(op, states, tokens);
+        return try_append(op, count, states, tokens, made, copies);
     } catch (const Error &error) {
         if (error.code != FERRUM_OUT_OF_PAGES) throw;
     }
     device_.wait();  // without the lock: what is done drops its states, and that takes it
-    return try_append(op, states, tokens);
+    try_append(op, count, states, tokens, made, copies);
 }
 
-Arena::Appended Arena::try_append(const char *op, const std::vector<State *> &states,
-                                  const std::vector<uint64_t> &tokens) {
-    Appended result;  // outlives the lock: dropping its states takes the lock again
+// What was made before a failure is in `made`, which the caller drops without the lock: dropping takes it again.
+void Arena::try_append(const char *op, size_t count, State *const *states, const uint64_t *tokens, Ref<State> *made,
+                       std::vector<PageCopy> &copies) {
+    Step one;
+    std::vector<Step> several(count > 1 ? count : 0);
+    Step *steps = count > 1 ? several.data() : &one;
     std::lock_guard lock(mutex_);
     // Reserve: count every fresh page, and make all memory allocations, before anything is claimed.
-    std::vector<const State *> claimed;
-    std::vector<Step> steps;
     uint64_t fresh = 0;
-    for (size_t i = 0; i < states.size(); i++) {
-        steps.push_back(plan_append(*states[i], tokens[i], claimed));
-        fresh += steps.back().fresh;
-        if (steps.back().in_place) {
-            claimed.push_back(states[i]);
-            auto &pages = states[i]->list_->pages;
+    size_t branches = 0;
+    for (size_t i = 0; i < count; i++) {
+        steps[i] = plan_append(states, i, tokens[i], steps);
+        fresh += steps[i].fresh;
+        branches += !steps[i].in_place;
+        if (steps[i].in_place) {
+            PageList &list = *states[i]->list_;
             const uint64_t need = states[i]->layout.pages(states[i]->length + tokens[i]);
-            if (need > pages.capacity()) pages.reserve(std::max<uint64_t>(need, 2 * pages.capacity()));
+            if (need > list.pages.capacity()) list.pages.reserve(std::max<uint64_t>(need, 2 * list.pages.capacity()));
+            if (list.lengths.size() == list.lengths.capacity()) list.lengths.reserve(2 * list.lengths.size() + 1);
         }
     }
     reserve(op, fresh);
-    result.states.reserve(states.size());
-    result.copies.reserve(states.size());
+    if (branches) copies.reserve(copies.size() + branches);
 
     // Claim.
-    for (size_t i = 0; i < states.size(); i++) {
+    for (size_t i = 0; i < count; i++) {
         const KVLayout &layout = states[i]->layout;
         const uint64_t length = states[i]->length, extended = length + tokens[i];
         PageList *list = states[i]->list_;
@@ -219,15 +249,37 @@ Arena::Appended Arena::try_append(const char *op, const std::vector<State *> &st
             while (branch->pages.size() < layout.pages(extended)) branch->pages.push_back(take());
             if (uint32_t partial = uint32_t(length % layout.tokens_per_page)) {
                 uint64_t tail = length / layout.tokens_per_page;
-                result.copies.push_back({address(list->pages[tail]), address(branch->pages[tail]), partial});
+                copies.push_back({address(list->pages[tail]), address(branch->pages[tail]), partial});
                 copied_++;
             }
             list = branch.release();
             show(*list, extended, layout);
         }
-        result.states.push_back(Ref<State>::adopt(new State(states[i]->device_, layout, list, extended)));
+        made[i] = Ref<State>::adopt(new State(states[i]->device_, layout, list, extended));
     }
-    return result;
+}
+
+// Long after a state was made its memory has left the caches, and a walk of many such chains waits at every link. Link
+// by link for all of them, the waits overlap.
+void Arena::fetch(State *const *states, size_t count) {
+    for (size_t i = 0; i < count; i++) __builtin_prefetch(states[i]->list_);
+    std::lock_guard lock(mutex_);
+    for (size_t i = 0; i < count; i++) {
+        __builtin_prefetch(states[i]->list_->lengths.data());
+        const auto &pages = states[i]->list_->pages;
+        __builtin_prefetch(pages.data() + pages.size());
+    }
+    for (size_t i = 0; i < count; i++)
+        if (const auto &pages = states[i]->list_->pages; !pages.empty()) __builtin_prefetch(&pages_[pages.back()]);
+    for (size_t i = 0; i < count; i++)
+        if (const auto &pages = states[i]->list_->pages; !pages.empty())
+            __builtin_prefetch(pages_[pages.back()].covers.data());
+}
+
+std::vector<PageId> Arena::pages(const State *state) {
+    std::lock_guard lock(mutex_);
+    const auto &pages = state->list_->pages;
+    return {pages.begin(), pages.begin() + long(state->layout.pages(state->length))};
 }
 
 void Arena::page_table(const State *state, uint64_t *table) {

@@ -1,7 +1,6 @@
 // The arena: every state's keys and values, in pages shared copy-on-write. docs/states.md draws the claim rule.
 #pragma once
 
-#include <map>
 #include <mutex>
 
 #include "../include/ferrum_kernels.h"
@@ -65,7 +64,14 @@ class Arena {
     // Waits for calls under way, once, where the pages they hold are what is missing.
     // States with tokens[i] unwritten slots claimed behind states[i]: all of them or, on failure, none.
     Appended append(const char *op, const std::vector<State *> &states, const std::vector<uint64_t> &tokens);
+    // The same into made[0…count) and behind `copies`; on failure the caller drops what is in `made`.
+    void append(const char *op, size_t count, State *const *states, const uint64_t *tokens, Ref<State> *made,
+                std::vector<PageCopy> &copies);
+    // Brings what an append to these states, or their end, reads into the caches: for those who have many of them.
+    void fetch(State *const *states, size_t count);
 
+    // Numbers of the state's pages, in order.
+    std::vector<PageId> pages(const State *state);
     // Device addresses of the state's pages, in order.
     void page_table(const State *state, uint64_t *table);
 
@@ -92,10 +98,11 @@ class Arena {
         bool in_place;
         uint64_t fresh;
     };
-    Appended try_append(const char *op, const std::vector<State *> &states, const std::vector<uint64_t> &tokens);
+    void try_append(const char *op, size_t count, State *const *states, const uint64_t *tokens, Ref<State> *made,
+                    std::vector<PageCopy> &copies);
     std::vector<PageId> try_hold(const char *op, const std::vector<PageId> &pages,
                                  const std::vector<uint32_t> &touched);
-    Step plan_append(const State &state, uint64_t tokens, const std::vector<const State *> &claimed) const;
+    Step plan_append(State *const *states, size_t i, uint64_t tokens, const Step *steps) const;
     void reserve(const char *op, uint64_t fresh);
     PageId take();
     uint64_t address(PageId page) const;

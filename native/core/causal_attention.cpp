@@ -43,11 +43,14 @@ static_assert(sizeof(ferrum_attention_weights) == kAttentionWeights * sizeof(fer
 void check_weights(const AttentionShape &shape, Device *device, const ferrum_attention_weights &w,
                    ferrum_plan_request &request) {
     const uint64_t hidden = shape.hidden_size, qp = shape.query_projection_features(), kv = shape.key_value_features();
-    const std::string heads = "query_heads=" + std::to_string(shape.query_heads) +
-                              ", head_dim=" + std::to_string(shape.head_dim) +
-                              (shape.output_gate ? ", output_gate=True" : "");
-    const std::string kv_heads =
-        "key_value_heads=" + std::to_string(shape.key_value_heads) + ", head_dim=" + std::to_string(shape.head_dim);
+    // Why a projection should have the rows it should have, for messages.
+    auto why = [&](int projection) {
+        const bool of_queries = projection == 0 || projection == 3;
+        return (of_queries ? "query_heads=" + std::to_string(shape.query_heads)
+                           : "key_value_heads=" + std::to_string(shape.key_value_heads)) +
+               ", head_dim=" + std::to_string(shape.head_dim) +
+               (of_queries && shape.output_gate ? ", output_gate=True" : "");
+    };
     auto vector = [&](const char *name, const ferrum_tensor &t, uint64_t length, uint32_t present, uint32_t f32) {
         if (!t.buffer && present) return;
         Expected what{kOp, name};
@@ -63,17 +66,17 @@ void check_weights(const AttentionShape &shape, Device *device, const ferrum_att
         const char *name, *bias_name;
         const ferrum_tensor &weight, &bias;
         uint64_t out, in;
-        const std::string &why;
     } projections[4] = {
-        {"weights.q_proj", "weights.q_bias", w.q_proj, w.q_bias, qp, hidden, heads},
-        {"weights.k_proj", "weights.k_bias", w.k_proj, w.k_bias, kv, hidden, kv_heads},
-        {"weights.v_proj", "weights.v_bias", w.v_proj, w.v_bias, kv, hidden, kv_heads},
-        {"weights.o_proj", "weights.o_bias", w.o_proj, w.o_bias, hidden, shape.query_features(), heads},
+        {"weights.q_proj", "weights.q_bias", w.q_proj, w.q_bias, qp, hidden},
+        {"weights.k_proj", "weights.k_bias", w.k_proj, w.k_bias, kv, hidden},
+        {"weights.v_proj", "weights.v_bias", w.v_proj, w.v_bias, kv, hidden},
+        {"weights.o_proj", "weights.o_bias", w.o_proj, w.o_bias, hidden, shape.query_features()},
     };
     for (int i = 0; i < 4; i++) {
         const auto &p = projections[i];
         check_storage({kOp, p.name}, device, p.weight);
-        check_shape({kOp, p.name}, p.weight, {p.out, p.in}, p.why);
+        if (p.weight.rank != 2 || p.weight.shape[0] != p.out || p.weight.shape[1] != p.in)
+            check_shape({kOp, p.name}, p.weight, {p.out, p.in}, why(i));
         request.projection_formats[i] = p.weight.format;
         if (!p.bias.buffer) continue;
         check_storage({kOp, p.bias_name}, device, p.bias);
@@ -135,9 +138,10 @@ Call run(Attention *attention, const ferrum_attention_weights &weights, uint32_t
     const uint64_t element = xs[0].format == format_f32 ? 4 : 2;
     for (uint32_t i = 0; i < tensors; i++)
         call.outputs.push_back(device->allocate((packed ? total : tokens[i]) * shape.hidden_size * element));
-    Ref<Buffer> scratch = device->allocate(plan->summary.scratch_bytes);
-    Ref<Buffer> tables = device->allocate(plan->summary.page_table_bytes);
-    Ref<Buffer> partials = device->allocate(plan->summary.partials_bytes);
+    constexpr uint64_t kRegion = 256;
+    const uint64_t tables = align_up(plan->summary.scratch_bytes, kRegion);
+    const uint64_t partials = align_up(tables + plan->summary.page_table_bytes, kRegion);
+    Ref<Buffer> block = device->allocate(partials + plan->summary.partials_bytes);
 
     // Reserve and claim; from here on a failure drops the new states, and with them the claims.
     Arena::Appended appended = device->arena().append(kOp, states, new_tokens);
@@ -145,7 +149,7 @@ Call run(Attention *attention, const ferrum_attention_weights &weights, uint32_t
         recorder->attention(attention, request, weights, states, xs, appended.states, call.outputs);
     Submission work;
     work.label = kOp;
-    AttentionOperands operands{{}, {}, {}, {scratch.get(), 0}, {partials.get(), 0}, {tables.get(), 0}};
+    AttentionOperands operands{{}, {}, {}, {block.get(), 0}, {block.get(), partials}, {block.get(), tables}};
     auto place = [](const ferrum_tensor &t) { return Resource{reinterpret_cast<Buffer *>(t.buffer), t.offset}; };
     for (uint32_t i = 0; i < tensors; i++) {
         operands.xs.push_back(place(xs[i]));
@@ -154,6 +158,7 @@ Call run(Attention *attention, const ferrum_attention_weights &weights, uint32_t
     const auto *fields = reinterpret_cast<const ferrum_tensor *>(&weights);
     std::transform(fields, fields + kAttentionWeights, operands.weights, place);
     add_causal_attention(work, *attention, *plan.get(), appended, operands);
+    work.keep.reserve(work.keep.size() + work.resources.size() + 2 * participants);
     for (const Resource &resource : work.resources) work.keep.push_back(Ref<Buffer>::share(resource.buffer));
     for (uint32_t i = 0; i < participants; i++) {
         work.keep.push_back(Ref<State>::share(states[i]));
@@ -247,7 +252,9 @@ int32_t ferrum_attention_plan(ferrum_attention *attention, const ferrum_plan_req
         required(required(request, "request")->starts, "request.starts");
         required(request->tokens, "request.tokens");
         auto &result = *required(out_plan, "out_plan");
-        result = reinterpret_cast<ferrum_plan *>(plan_causal_attention(unwrap(attention)->shape, *request).detach());
+        Ref<AttentionPlan> plan = plan_causal_attention(unwrap(attention)->shape, *request);
+        plan->counted.emplace(live_counts.plans);
+        result = reinterpret_cast<ferrum_plan *>(plan.detach());
     });
 }
 

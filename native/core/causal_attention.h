@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <optional>
 
 #include "arena.h"
 #include "launch.h"
@@ -46,7 +47,7 @@ struct ScratchLayout {
 };
 
 struct AttentionPlan : public RefCounted {
-    Counted counted{live_counts.plans};
+    std::optional<Counted> counted;  // as a handle; programs keep plans of their own
     ferrum_plan_summary summary{};   // but for the fingerprint
     std::vector<uint64_t> topology;  // what the fingerprint is of
     std::array<uint8_t, 32> fingerprint() const;

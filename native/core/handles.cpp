@@ -1,4 +1,6 @@
 // The C face of devices, buffers and states.
+#include <algorithm>
+
 #include "program.h"
 #include "launch.h"
 
@@ -147,9 +149,8 @@ int32_t ferrum_buffer_contents(ferrum_buffer *buffer, void **out_data, uint64_t 
                  "[jit] the values of an array that depends on the inputs were asked for while a function is recorded: "
                  "they differ from run to run");
         object->wait();
-        uint64_t &bytes = *required(out_bytes, "out_bytes");
         *required(out_data, "out_data") = object->host();
-        bytes = object->bytes();
+        if (out_bytes) *out_bytes = object->bytes();
     });
 }
 
@@ -164,7 +165,13 @@ int32_t ferrum_state_new(ferrum_device *device, uint32_t key_value_heads, uint32
 }
 
 void ferrum_states_release(ferrum_state **states) {
-    for (; states && *states; states++) release_handle<State>(states);
+    if (!states || !*states) return;
+    size_t count = 0;
+    for (; states[count]; count++) __builtin_prefetch(states[count]);
+    Device *device = unwrap(*states)->device();
+    const bool together = std::all_of(states, states + count, [&](auto *s) { return unwrap(s)->device() == device; });
+    if (together && !device->forked()) device->arena().fetch(reinterpret_cast<State *const *>(states), count);
+    for (; *states; states++) release_handle<State>(states);
 }
 
 void ferrum_state_release(ferrum_state **state) {
@@ -178,6 +185,18 @@ int32_t ferrum_state_describe(ferrum_state *state, ferrum_state_summary *out_sum
         auto &result = *required(out_summary, "out_summary");
         result = {object->length,  layout.pages(object->length), layout.key_value_heads,
                   layout.head_dim, layout.tokens_per_page,       0};
+    });
+}
+
+int32_t ferrum_state_pages(ferrum_state *state, uint64_t capacity, uint64_t *out_pages, uint64_t *out_count) {
+    return guard([&] {
+        State *object = unwrap(state);
+        object->device()->check_usable("state_pages");
+        uint64_t &count = *required(out_count, "out_count");
+        if (capacity) required(out_pages, "out_pages");
+        const std::vector<PageId> pages = object->device()->arena().pages(object);
+        std::copy_n(pages.begin(), std::min<uint64_t>(pages.size(), capacity), out_pages);
+        count = pages.size();
     });
 }
 

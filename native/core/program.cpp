@@ -14,13 +14,6 @@ constexpr const char *kOp = "jit";
 // library that may be half gone.
 thread_local Recorder *recorder = nullptr;
 
-bool same_request(const AttentionNode &a, const AttentionNode &b) {
-    const auto &x = a.request, &y = b.request;
-    return a.attention.get() == b.attention.get() && x.form == y.form && x.hidden_format == y.hidden_format &&
-           std::equal(x.projection_formats, x.projection_formats + 4, y.projection_formats) &&
-           x.constants == y.constants && x.biases == y.biases && a.tokens == b.tokens;
-}
-
 }  // namespace
 
 // ---- Recording
@@ -52,7 +45,7 @@ void Recorder::begin(Device *device, const ferrum_tensor *inputs, size_t arrays,
                  kOp, i);
         started->keep_.push_back(Ref<Buffer>::share(buffer));
         program.inputs_.push_back(inputs[i]);
-        program.slots_.push_back({});
+        program.slots_.push_back({bytes, 0, false, 0});
     }
     for (size_t i = 0; i < state_count; i++) {
         auto *state = reinterpret_cast<State *>(required(states[i], "states[i]"));
@@ -92,7 +85,7 @@ Ref<Program> Recorder::end(const ferrum_tensor *outputs, size_t arrays, ferrum_s
             fail(FERRUM_UNSUPPORTED, "[%s] outputs: state %zu was not made by the function", kOp, i);
         program.output_states_.push_back(found->second);
     }
-    program.lay_out_scratch();
+    program.finish();
     return std::move(ended->program_);
 }
 
@@ -194,128 +187,6 @@ void Program::lay_out_scratch() {
     }
 }
 
-// ---- Running
-
-Program::Outputs Program::run(const ferrum_tensor *inputs, ferrum_state *const *state_handles) const {
-    Device *device = device_.get();
-    device->check_usable(kOp);
-    std::vector<Resource> slots(slots_.size());
-    for (size_t i = 0; i < inputs_.size(); i++) {
-        const ferrum_tensor &given = inputs[i], &wanted = inputs_[i];
-        check_storage({kOp, "inputs"}, device, given);
-        if (given.format != wanted.format || given.rank != wanted.rank ||
-            !std::equal(given.shape, given.shape + given.rank, wanted.shape))
-            fail(FERRUM_INVALID_ARGUMENT, "[%s] inputs: expected %s %s for input %zu as it was recorded, got %s %s",
-                 kOp, format_name(wanted.format).c_str(), shape_text(wanted.shape, wanted.rank).c_str(), i,
-                 format_name(given.format).c_str(), shape_text(given.shape, given.rank).c_str());
-        slots[i] = {reinterpret_cast<Buffer *>(given.buffer), given.offset};
-    }
-    std::vector<Ref<State>> states(state_slots_);
-    for (size_t i = 0; i < input_states_.size(); i++) {
-        auto *state = reinterpret_cast<State *>(required(state_handles[i], "states[i]"));
-        if (state->device() != device || !(state->layout == input_states_[i]))
-            fail(FERRUM_INVALID_ARGUMENT, "[%s] states: state %zu is not of the kind that was recorded", kOp, i);
-        states[i] = Ref<State>::share(state);
-    }
-    for (const auto &[slot, state] : captured_states_) states[size_t(slot)] = state;
-    for (const IndexCheck &check : checks_) {
-        const Resource &at = slots[size_t(check.place.slot)];
-        check_index_range(check.op, check.name, at.buffer, at.offset + check.place.offset, check.count, check.limit);
-    }
-
-    Outputs results;
-    Submission work;
-    work.label = kOp;
-    Ref<Buffer> scratch = device->allocate(scratch_bytes_);
-    for (size_t i = inputs_.size(); i < slots_.size(); i++) slots[i] = {scratch.get(), slots_[i].scratch_offset};
-    for (size_t i = 0; i < output_arrays_.size(); i++) {
-        const auto slot = size_t(output_arrays_[i]);
-        const size_t earlier =
-            size_t(std::find(output_arrays_.begin(), output_arrays_.end(), int(slot)) - output_arrays_.begin());
-        if (earlier < i) {  // two views of one array
-            results.arrays.push_back(results.arrays[earlier]);
-            continue;
-        }
-        Ref<Buffer> buffer = device->allocate(slots_[slot].bytes);
-        slots[slot] = {buffer.get(), 0};
-        results.arrays.push_back(buffer);
-        work.keep.push_back(buffer);
-    }
-    auto resolve = [&](const Place &place) -> Resource {
-        if (place.slot < 0) return {place.constant.get(), place.offset};
-        const Resource &base = slots[size_t(place.slot)];
-        return {base.buffer, base.offset + place.offset};
-    };
-
-    // Plan, reserve and claim everything first; a failure drops the new states, and with them the claims.
-    struct Pending {
-        Ref<AttentionPlan> plan;
-        Arena::Appended appended;
-    };
-    std::vector<Pending> pending;
-    pending.reserve(nodes_.size());
-    uint64_t attention_bytes = 0, partials_bytes = 0, table_bytes = 0;
-    const AttentionNode *planned = nullptr;
-    std::vector<uint64_t> planned_starts, starts;
-    for (const auto &entry : nodes_) {
-        const auto *node = std::get_if<AttentionNode>(&entry);
-        if (!node) continue;
-        std::vector<State *> old;
-        starts.clear();
-        for (int slot : node->old_states) {
-            old.push_back(states[size_t(slot)].get());
-            starts.push_back(old.back()->length);
-        }
-        Ref<AttentionPlan> plan;
-        if (planned && same_request(*planned, *node) && starts == planned_starts) {
-            plan = pending.back().plan;  // layers that differ in their weights alone
-        } else {
-            ferrum_plan_request request = node->request;
-            request.starts = starts.data();
-            request.tokens = node->tokens.data();
-            plan = plan_causal_attention(node->attention->shape, request);
-            planned = node;
-            planned_starts = starts;
-        }
-        Arena::Appended appended = device->arena().append("causal_attention", old, node->tokens);
-        for (size_t i = 0; i < node->new_states.size(); i++) states[size_t(node->new_states[i])] = appended.states[i];
-        attention_bytes = std::max(attention_bytes, plan->summary.scratch_bytes);
-        partials_bytes = std::max(partials_bytes, plan->summary.partials_bytes);
-        table_bytes += plan->summary.page_table_bytes;
-        pending.push_back({std::move(plan), std::move(appended)});
-    }
-    Ref<Buffer> attention_scratch = device->allocate(attention_bytes), partials = device->allocate(partials_bytes),
-                tables = device->allocate(table_bytes);
-
-    uint64_t table_offset = 0;
-    size_t next = 0;
-    std::vector<Resource> resources;
-    for (const auto &entry : nodes_) {
-        resources.clear();
-        if (const auto *node = std::get_if<LaunchNode>(&entry)) {
-            for (const Place &place : node->resources) resources.push_back(resolve(place));
-            work.append(node->launches, resources);
-            continue;
-        }
-        const auto &node = std::get<AttentionNode>(entry);
-        const Pending &call = pending[next++];
-        AttentionOperands operands{
-            {}, {}, {}, {attention_scratch.get(), 0}, {partials.get(), 0}, {tables.get(), table_offset}};
-        for (const Place &x : node.xs) operands.xs.push_back(resolve(x));
-        for (int slot : node.outputs) operands.ys.push_back(slots[size_t(slot)]);
-        for (int i = 0; i < kAttentionWeights; i++) operands.weights[i] = resolve(node.weights[i]);
-        add_causal_attention(work, *node.attention.get(), *call.plan.get(), call.appended, operands);
-        table_offset += call.plan->summary.page_table_bytes;
-    }
-    for (size_t i = 0; i < inputs_.size(); i++) work.keep.push_back(Ref<Buffer>::share(slots[i].buffer));
-    for (const Ref<State> &state : states) work.keep.push_back(state);
-    for (const Ref<Buffer> &buffer : {scratch, attention_scratch, partials, tables}) work.keep.push_back(buffer);
-    work.keep.push_back(Ref<const Program>::share(this));
-    for (int slot : output_states_) results.states.push_back(states[size_t(slot)]);
-    if (!work.launches.empty()) device->submit(std::move(work));
-    return results;
-}
-
 }  // namespace ferrum
 
 using namespace ferrum;
@@ -347,20 +218,31 @@ void ferrum_program_release(ferrum_program **program) {
     release_handle<Program>(program);
 }
 
-int32_t ferrum_program_run(ferrum_program *program, const ferrum_tensor *inputs, ferrum_state *const *states,
-                           ferrum_buffer **const *out_arrays, ferrum_state **const *out_states, uint64_t *out_lengths) {
+int32_t ferrum_program_run(ferrum_program *program, const ferrum_tensor *inputs, const void *values,
+                           ferrum_state *const *states, ferrum_buffer **const *out_arrays, uint32_t groups,
+                           const uint32_t *sizes, ferrum_state **const *out_states, uint64_t *out_lengths) {
     return guard([&] {
         const auto *object = reinterpret_cast<const Program *>(required(program, "program"));
         required(out_arrays, "out_arrays");
+        required(sizes, "sizes");
         required(out_states, "out_states");
-        required(out_lengths, "out_lengths");
         for (size_t i = 0; i < object->arrays(); i++) required(out_arrays[i], "out_arrays[i]");
-        for (size_t i = 0; i < object->states(); i++) required(out_states[i], "out_states[i]");
-        Program::Outputs results = object->run(required(inputs, "inputs"), required(states, "states"));
-        for (Ref<Buffer> &array : results.arrays) **out_arrays++ = reinterpret_cast<ferrum_buffer *>(array.detach());
-        for (Ref<State> &state : results.states) {
-            *out_lengths++ = state->length;
-            **out_states++ = reinterpret_cast<ferrum_state *>(state.detach());
+        uint64_t variables = 0;
+        for (uint32_t i = 0; i < groups; i++) {
+            required(out_states[i], "out_states[i]");
+            variables += sizes[i];
         }
+        if (variables != object->states())
+            fail(FERRUM_INVALID_ARGUMENT, "[%s] sizes: expected groups of %zu states in all, got %llu", kOp,
+                 object->states(), (unsigned long long)variables);
+        Program::Outputs results =
+            object->run(values ? inputs : required(inputs, "inputs"), values, required(states, "states"));
+        for (Ref<Buffer> &array : results.arrays) **out_arrays++ = reinterpret_cast<ferrum_buffer *>(array.detach());
+        Ref<State> *state = results.states.data();
+        for (uint32_t i = 0; i < groups; i++)
+            for (uint32_t j = 0; j < sizes[i]; j++, state++) {
+                if (out_lengths) *out_lengths++ = (*state)->length;
+                out_states[i][j] = reinterpret_cast<ferrum_state *>(state->detach());
+            }
     });
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <map>
+#include <mutex>
 #include <variant>
 
 #include "causal_attention.h"
@@ -40,6 +41,26 @@ struct IndexCheck {
     uint64_t count, limit;
 };
 
+// A program's launches as one list over one list of resources, for one topology of its attentions' plans. A run copies
+// both and fills in what is its own: buffers, page tables, and params of attention.
+struct Schedule {
+    struct Step {
+        size_t first;     // of the attention's launches
+        uint64_t tables;  // where its page tables are in the block
+    };
+    struct Varying {
+        size_t resource;
+        size_t base;  // of Program::Bases
+        uint64_t offset;
+    };
+    std::vector<Ref<AttentionPlan>> plans;  // of each attention; those that differ in their weights alone share one
+    std::vector<Step> steps;
+    std::vector<ferrum_launch> launches;
+    std::vector<Resource> resources;  // but for those that vary
+    std::vector<Varying> varying;
+    uint64_t partials;  // where they are in the block, which ends with them, and with values
+};
+
 class Program : public RefCounted {
    public:
     Device *device() const { return device_.get(); }
@@ -48,7 +69,8 @@ class Program : public RefCounted {
         std::vector<Ref<Buffer>> arrays;
         std::vector<Ref<State>> states;
     };
-    Outputs run(const ferrum_tensor *inputs, ferrum_state *const *states) const;
+    // `values`, where it is not NULL, has the inputs' bytes one after another, and `inputs` is ignored.
+    Outputs run(const ferrum_tensor *inputs, const void *values, ferrum_state *const *states) const;
     size_t arrays() const { return output_arrays_.size(); }
     size_t states() const { return output_states_.size(); }
 
@@ -60,7 +82,19 @@ class Program : public RefCounted {
         bool is_output = false;  // has a buffer of its own, else lies in scratch
         uint64_t scratch_offset = 0;
     };
+    // One attention's part in a run.
+    struct Step {
+        const AttentionNode *node;
+        bool like_previous;     // but for the weights and, maybe, the states' lengths
+        uint32_t first, count;  // of old_slots_, new_slots_ and tokens_
+    };
+    void finish();
     void lay_out_scratch();
+    void list_steps();
+
+    std::vector<Ref<AttentionPlan>> plan(const std::vector<Ref<State>> &states) const;
+    std::shared_ptr<const Schedule> schedule(const std::vector<Ref<AttentionPlan>> &plans) const;
+    std::shared_ptr<const Schedule> make_schedule(const std::vector<Ref<AttentionPlan>> &plans) const;
 
     Counted counted_{live_counts.programs};
     Ref<Device> device_;
@@ -73,6 +107,12 @@ class Program : public RefCounted {
     std::vector<IndexCheck> checks_;
     std::vector<int> output_arrays_, output_states_;
     uint64_t scratch_bytes_ = 0;
+    std::vector<Step> steps_;
+    std::vector<int> old_slots_, new_slots_;
+    std::vector<uint64_t> tokens_;
+
+    mutable std::mutex mutex_;
+    mutable std::vector<std::shared_ptr<const Schedule>> schedules_;  // the latest used first
 };
 
 // Takes down the calls of one thread while they run as ever.

@@ -30,7 +30,7 @@ extern "C" {
 #endif
 
 /* Changes whenever a declaration below does. A binding refuses a library with another number. */
-enum { FERRUM_ABI_VERSION = 5 };
+enum { FERRUM_ABI_VERSION = 6 };
 
 /* Status codes. */
 enum {
@@ -166,7 +166,7 @@ int32_t ferrum_buffer_wrap(ferrum_device *device, const void *data, uint64_t byt
 
 void ferrum_buffer_release(ferrum_buffer **buffer);
 
-/* Waits until every call that writes the buffer is done, and gives its address on the host. */
+/* Waits until every call that writes the buffer is done, and gives its address on the host. `out_bytes` may be NULL. */
 int32_t ferrum_buffer_contents(ferrum_buffer *buffer, void **out_data, uint64_t *out_bytes);
 
 /* Lets the device make what it needs to multiply a matrix [out, in] often, and hold it as long as the matrix's buffer
@@ -194,6 +194,11 @@ void ferrum_state_release(ferrum_state **state);
 void ferrum_states_release(ferrum_state **states);
 
 int32_t ferrum_state_describe(ferrum_state *state, ferrum_state_summary *out_summary);
+
+/* Numbers of the pages that the state shows, in order. `out_count`: how many there are; the first `capacity` of them go
+ * to `out_pages`, which may be NULL where that is 0. A number tells a page from others of the device's arena as long as
+ * a living state shows it, and may then be another page's. */
+int32_t ferrum_state_pages(ferrum_state *state, uint64_t capacity, uint64_t *out_pages, uint64_t *out_count);
 
 /* The first `length` tokens of `state`: O(1), shares everything. Errors: length > the state's. */
 int32_t ferrum_state_truncate(ferrum_state *state, uint64_t length, ferrum_state **out_state);
@@ -348,9 +353,13 @@ void ferrum_program_abandon(void);
 void ferrum_program_release(ferrum_program **program);
 
 /* Runs a program on other inputs of the same shapes and formats, as one call: everything is checked and reserved before
- * anything starts, and nothing is returned unless all of it succeeds. `out_lengths`: tokens of each new state. */
-int32_t ferrum_program_run(ferrum_program *program, const ferrum_tensor *inputs, ferrum_state *const *states,
-                           ferrum_buffer **const *out_arrays, ferrum_state **const *out_states, uint64_t *out_lengths);
+ * anything starts, and nothing is returned unless all of it succeeds. `values`: NULL, or the host's address of all the
+ * inputs' bytes, one input behind the other; they are copied, and `inputs` is ignored. New states come in `groups`
+ * groups: out_states[i] is the first of sizes[i] variables that lie one behind the other. `out_lengths`: tokens of each
+ * new state; may be NULL. */
+int32_t ferrum_program_run(ferrum_program *program, const ferrum_tensor *inputs, const void *values,
+                           ferrum_state *const *states, ferrum_buffer **const *out_arrays, uint32_t groups,
+                           const uint32_t *sizes, ferrum_state **const *out_states, uint64_t *out_lengths);
 
 /* ---- Other operations ------------------------------------------------------------------------------------------- */
 /* `device` owns every tensor; outputs are new buffers. T = rows. */

@@ -29,6 +29,7 @@ import numpy as np
 from pyferrum.checkpoint.metadata import REQUIRED, StringArray, typed_value
 from pyferrum.checkpoint.stored import Bytes, StoredTensor, check_shape, map_file
 from pyferrum.errors import CheckpointError
+from pyferrum.formats import FORMATS
 
 T = TypeVar("T")
 D = TypeVar("D")
@@ -39,6 +40,7 @@ _U32, _U64 = "<I", "<Q"
 _NUMBERS = {
     0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: _U32, 5: "<i", 6: "<f", _BOOL: "<B", 10: _U64, 11: "<q", 12: "<d",
 }  # fmt: skip
+_TYPES = {number: (name, elements, size) for name, (number, elements, size) in FORMATS.items()}
 _REMOVED_TYPES = frozenset({4, 5, 31, 32, 33, 36, 37, 38})
 _SMALLEST_KEY = 8 + 4 + 1
 _SMALLEST_TENSOR = 8 + 4 + 4 + 8
@@ -126,7 +128,7 @@ class _Cursor:
             at += 8 + length_at(view, at)[0]
         self.at = begin
         self.step(at - begin, what)
-        return StringArray(view, begin, count, f"{self.path}: {what}")
+        return StringArray(view[begin:at], count, f"{self.path}: {what}")
 
     def value(self, key: str) -> Any:
         what = f"metadata key {key!r}"
@@ -181,8 +183,6 @@ def _check_preamble(cursor: _Cursor) -> None:
 
 
 def _declared_tensor(cursor: _Cursor, index: int) -> _Declared:
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
     name = cursor.text(f"the name of tensor {index}")
     where = f"tensor {name!r}"
     n_dims = cursor.number(_U32, where)
@@ -190,19 +190,26 @@ def _declared_tensor(cursor: _Cursor, index: int) -> _Declared:
         raise CheckpointError(f"{cursor.path}: {where} has {n_dims} dimensions; GGUF allows 4 at most")
     dims = tuple(cursor.number(_U64, where) for _ in range(n_dims))
     kind, start = cursor.number(_U32, where), cursor.number(_U64, where)
+    format, block, block_bytes = _TYPES.get(kind) or _other_type(kind, f"{cursor.path}: {where}")
+    check_shape(cursor.path, name, dims[::-1])
+    row = dims[0] if dims else 1
+    if row % block:
+        raise CheckpointError(
+            f"{cursor.path}: {where} has rows of {row} elements, not a multiple of the {block} in a {format} block"
+        )
+    return _Declared(name, format, dims[::-1], start, math.prod(dims) // block * block_bytes)
+
+
+def _other_type(kind: int, where: str) -> tuple[str, int, int]:
+    """A type that no kernel multiplies. The gguf package knows them all, and takes longer to import than a load."""
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
     try:
         type_ = GGMLQuantizationType(kind)
     except ValueError:
         reason = "removed from ggml" if kind in _REMOVED_TYPES else "unknown to the installed gguf package"
-        raise CheckpointError(f"{cursor.path}: {where} has type number {kind}: {reason}") from None
-    check_shape(cursor.path, name, dims[::-1])
-    block, block_bytes = GGML_QUANT_SIZES[type_]
-    row = dims[0] if dims else 1
-    if row % block:
-        raise CheckpointError(
-            f"{cursor.path}: {where} has rows of {row} elements, not a multiple of the {block} in a {type_.name} block"
-        )
-    return _Declared(name, type_.name, dims[::-1], start, math.prod(dims) // block * block_bytes)
+        raise CheckpointError(f"{where} has type number {kind}: {reason}") from None
+    return type_.name, *GGML_QUANT_SIZES[type_]
 
 
 def _placed(

@@ -26,19 +26,19 @@ class StringArray(Sequence[str]):
     Reading an element raises CheckpointError if any string of the array is not UTF-8.
     """
 
-    def __init__(self, view: memoryview, begin: int, count: int, where: str) -> None:
-        self._view, self._begin, self._count, self._where = view, begin, count, where
+    def __init__(self, view: memoryview, count: int, where: str) -> None:
+        self._view, self._count, self._where = view, count, where
         self._strings: tuple[str, ...] | None = None
 
     def _decoded(self) -> tuple[str, ...]:
         if self._strings is None:
-            view, end, strings = self._view, self._begin, list[str]()
+            data, end, strings = bytes(self._view), 0, list[str]()
             length_at = struct.Struct("<Q").unpack_from
             try:
                 for _ in range(self._count):
                     begin = end + 8
-                    end = begin + length_at(view, end)[0]
-                    strings.append(str(view[begin:end], "utf-8"))
+                    end = begin + length_at(data, end)[0]
+                    strings.append(data[begin:end].decode())
             except UnicodeDecodeError as error:
                 raise CheckpointError(f"{self._where}: string {len(strings)}: {error}") from error
             self._strings = tuple(strings)
@@ -87,3 +87,11 @@ def typed_value(metadata: Mapping[str, Any], path: Path, key: str, kind: type[T]
     found = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
     expected = kind if item else kind.__name__
     raise CheckpointError(f"{path}: metadata key {key!r}: expected {expected}, the file has {found}")
+
+
+def strings_value(metadata: Mapping[str, Any], path: Path, key: str) -> StringArray:
+    """`metadata[key]`, which must be an array of strings, undecoded; as `typed_value` with `list[str]` otherwise."""
+    value = metadata.get(key)
+    if not isinstance(value, StringArray):
+        typed_value(metadata, path, key, list[str])
+    return cast(StringArray, value)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pyferrum.checkpoint.byte_level import RULES, byte_level_bpe
-from pyferrum.checkpoint.metadata import typed_value
+from pyferrum.checkpoint.metadata import strings_value, typed_value
 from pyferrum.checkpoint.stored import read_json
 from pyferrum.errors import CheckpointError, InvalidArgument
 
@@ -70,6 +70,24 @@ class Tokenizer:
         Raises CheckpointError if the file has no tokenizer, or one of a kind this reader does not know.
         """
         path = Path(path)
+        settings = cls.check_gguf(metadata, path)
+        tokens = typed_value(metadata, path, "tokenizer.ggml.tokens", list[str])
+        bos, eos = settings.pop("bos_token"), settings.pop("eos_token")
+        return cls(
+            byte_level_bpe(metadata, path, tokens, settings.pop("rule")),
+            path,
+            bos_token=None if bos is None else tokens[bos],
+            eos_token=None if eos is None else tokens[eos],
+            **settings,
+        )
+
+    @classmethod
+    def check_gguf(cls, metadata: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
+        """What `from_gguf` reads beside the vocabulary itself: quick, and where most files that will not do are found.
+
+        Raises what `from_gguf` raises, but for tokens that repeat, are not UTF-8 or do not fit their merges or types.
+        """
+        path = Path(path)
         model = typed_value(metadata, path, "tokenizer.ggml.model", str)
         if model != "gpt2":
             raise CheckpointError(
@@ -82,27 +100,25 @@ class Tokenizer:
                 f"{path}: tokenizer.ggml.pre is {name!r}, a splitting rule this reader does not know; "
                 f"known: {', '.join(RULES)}. Use the model's tokenizer.json with Tokenizer.from_files instead"
             )
-        tokens = typed_value(metadata, path, "tokenizer.ggml.tokens", list[str])
-        backend = byte_level_bpe(metadata, path, tokens, RULES[name])
+        count = len(strings_value(metadata, path, "tokenizer.ggml.tokens"))
 
         def token_id(role: str) -> int | None:
             value = typed_value(metadata, path, f"tokenizer.ggml.{role}_token_id", int, None)
-            if value is not None and not 0 <= value < len(tokens):
-                raise CheckpointError(f"{path}: the {role} token is {value}, with {len(tokens):,} tokens")
+            if value is not None and not 0 <= value < count:
+                raise CheckpointError(f"{path}: the {role} token is {value}, with {count:,} tokens")
             return value
 
         bos, eos = token_id("bos"), token_id("eos")
         endings = (eos, token_id("eot"), token_id("eom"))
-        return cls(
-            backend,
-            path,
-            bos_token_id=bos,
-            eos_token_ids=(ending for ending in endings if ending is not None),
-            add_bos=typed_value(metadata, path, "tokenizer.ggml.add_bos_token", bool, RULES[name].add_bos),
-            chat_template=typed_value(metadata, path, "tokenizer.chat_template", str, None),
-            bos_token=None if bos is None else tokens[bos],
-            eos_token=None if eos is None else tokens[eos],
-        )
+        return {
+            "rule": RULES[name],
+            "bos_token": bos,
+            "eos_token": eos,
+            "bos_token_id": bos,
+            "eos_token_ids": [ending for ending in endings if ending is not None],
+            "add_bos": typed_value(metadata, path, "tokenizer.ggml.add_bos_token", bool, RULES[name].add_bos),
+            "chat_template": typed_value(metadata, path, "tokenizer.chat_template", str, None),
+        }
 
     @classmethod
     def from_files(cls, folder: str | Path) -> Tokenizer:

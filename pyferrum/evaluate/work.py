@@ -16,7 +16,8 @@ import numpy as np
 from pyferrum.device import Device
 from pyferrum.errors import CheckpointError
 from pyferrum.evaluate.provenance import device_facts, model_sha256
-from pyferrum.models.model import Model, ModelState, load
+from pyferrum.models.checkpoints import load
+from pyferrum.models.model import Model, ModelState
 from pyferrum.score import score_tokens
 
 

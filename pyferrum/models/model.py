@@ -5,24 +5,21 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-from os import PathLike
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from pyferrum import _native
+from pyferrum import _native, _native_programs
 from pyferrum.array import Array, array
-from pyferrum.checkpoint import Tokenizer, open_gguf, open_safetensors
+from pyferrum.checkpoint import Tokenizer
 from pyferrum.config import AttentionConfig
-from pyferrum.device import Device, default_device
+from pyferrum.device import Device
 from pyferrum.errors import CheckpointError, InvalidArgument, UnsupportedError
-from pyferrum.formats import hidden_format
 from pyferrum.jit import PROGRAMS, Program, record, recording
-from pyferrum.models import llama, llama_files
-from pyferrum.models.loading import TensorLoader
+from pyferrum.models import llama
 from pyferrum.ops import embed
 from pyferrum.state import KVState, init_state
 
@@ -49,7 +46,7 @@ class ModelState:
     @classmethod
     def _of_group(cls, group: Any, length: int, like: tuple[Device, AttentionConfig, int]) -> ModelState:
         """Native states of one owner; KVStates are made when somebody asks for them."""
-        state = cls.__new__(cls)
+        state: ModelState = object.__new__(cls)
         state._layers, state._group, state._length, state._like = None, group, length, like
         return state
 
@@ -77,7 +74,7 @@ class ModelState:
         for layer in self.layers:
             layer.close()
         if self._group is not None:
-            _native.states_release(self._group)
+            _native_programs.states_release(self._group)
             self._group = None
 
     def _native_states(self) -> Any:
@@ -115,7 +112,7 @@ class Model:
         self,
         config: llama.LlamaConfig,
         params: llama.LlamaParams,
-        tokenizer: Tokenizer | None,
+        tokenizer: Tokenizer | Callable[[], Tokenizer] | None,
         *,
         path: Path,
         dtype: DTypeLike = np.float32,
@@ -129,15 +126,25 @@ class Model:
         self.dtype = np.dtype(dtype)
         """Of the residual stream."""
         self._tokenizer = tokenizer
+        self._tokenizer_lock = threading.Lock()
         self._memory = memory or {}
+        self._like = device, config.attention, config.layers
         self._programs: OrderedDict[Any, Program] = OrderedDict()
         self._lock = threading.Lock()
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Text to tokens and back."""
+        """Text to tokens and back. Made when it is first asked for: a vocabulary takes longer to read than the weights.
+
+        Raises:
+            CheckpointError: no tokenizer, or one that is damaged; `load` has found what the settings alone tell.
+        """
         if self._tokenizer is None:
             raise CheckpointError(f"{self.path}: the checkpoint has no tokenizer")
+        if not isinstance(self._tokenizer, Tokenizer):
+            with self._tokenizer_lock:
+                if not isinstance(self._tokenizer, Tokenizer):
+                    self._tokenizer = self._tokenizer()
         return self._tokenizer
 
     def init_state(self) -> ModelState:
@@ -194,6 +201,10 @@ class Model:
             InvalidArgument: no tokens, a token outside the vocabulary, or more tokens than the model's context.
             OutOfPages: the arena is full; no state has changed.
         """
+        if type(tokens) is list and type(state) is ModelState and taps is None:
+            done = self._decode(state, tokens, last_only, chunk)
+            if done is not None:
+                return done
         one = isinstance(state, ModelState)
         states = [state] if one else list(state)
         batch = [self._tokens(t) for t in ([tokens] if one else tokens)]
@@ -216,6 +227,32 @@ class Model:
                 taps[layer] = x if one else _cut(x, lengths)
         return (results[0], scores[0]) if one else (results, scores)
 
+    def _decode(
+        self, state: ModelState, tokens: list[Any], last_only: bool, chunk: int
+    ) -> tuple[ModelState, Array] | None:
+        """`forward` of a sequence that goes on with as many tokens as before; None if it is not, or if they are wrong.
+
+        Everything else beside the kernels is there to be forgotten while they run, so a step touches little.
+        """
+        key, group, vocabulary = ((len(tokens),), last_only, ()), state._group, self.config.vocabulary
+        with self._lock:
+            program = self._programs.get(key)
+            if program is None or group is None or len(tokens) > chunk or self.device._handle is None:
+                return None
+            self._programs.move_to_end(key)
+        for token in tokens:
+            if type(token) is not int or not 0 <= token < vocabulary:
+                return None
+        try:
+            buffer, made = program.step(tokens, group)
+        except UnsupportedError:  # this thread is recording
+            return None
+        new: ModelState = object.__new__(ModelState)
+        new._layers, new._group, new._like = None, made, self._like
+        new._length = cast(int, state._length) + len(tokens)
+        shape, format, offset = program.arrays[0]
+        return new, Array(self.device, buffer, shape, format, offset)
+
     def _replay(
         self,
         states: list[ModelState],
@@ -228,18 +265,16 @@ class Model:
         tokens = array(batch[0] if len(batch) == 1 else np.concatenate(batch), device=self.device)
         tapped, layers = tuple(taps or ()), self.config.layers
         key = tuple(lengths), last_only, tapped
-        with self._lock:
-            program = self._programs.get(key)
-            if program is not None:
-                self._programs.move_to_end(key)
+        program = self._program(key)
         if program is not None and not recording():
             if len(states) == 1:
                 given = states[0]._native_states()
             else:
                 given = [layer.handle for state in states for layer in state.layers]
             (scores, *made), groups, new_lengths = program.run_groups([tokens], given, [layers] * len(states))
-            like = self.device, self.config.attention, layers
-            results = [ModelState._of_group(g, n, like) for g, n in zip(groups, new_lengths[::layers], strict=True)]
+            results = [
+                ModelState._of_group(g, n, self._like) for g, n in zip(groups, new_lengths[::layers], strict=True)
+            ]
         else:
             flat = [layer for state in states for layer in state.layers]
             if recording():  # of a function that calls this model
@@ -254,6 +289,13 @@ class Model:
         if taps is not None:
             taps.update(zip(taps, made, strict=True))
         return results, _cut(scores, [1] * len(lengths) if last_only else lengths)
+
+    def _program(self, key: Any) -> Program | None:
+        with self._lock:
+            program = self._programs.get(key)
+            if program is not None:
+                self._programs.move_to_end(key)
+            return program
 
     def _record(
         self, tokens: Array, flat: list[KVState], lengths: list[int], last_only: bool, tapped: tuple[int, ...]
@@ -331,71 +373,3 @@ def _cut(x: Array, lengths: Sequence[int]) -> list[Array]:
         return [x]
     ends = list(itertools.accumulate(lengths))
     return [x[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
-
-
-def load(
-    path: str | PathLike[str],
-    *,
-    dtype: DTypeLike = np.float32,
-    device: Device | None = None,
-    strict: bool = False,
-) -> Model:
-    """A model from a GGUF file, or from a folder (or file) of safetensors with its config.json.
-
-    Weights are multiplied in the format they are stored in: from the memory-mapped file, or from a copy that the
-    device prepares (`Model.memory` says how large).
-
-    Args:
-        path: what to load.
-        dtype: of the residual stream: float32 (the float32-master ops) or float16.
-        device: None for the default device.
-        strict: a tensor that the model does not use is an error instead of a line in the log.
-
-    Raises:
-        CheckpointError: damaged or incomplete files; the message names file and tensor.
-        UnsupportedError: an architecture or a feature that is not built; the message names it.
-    """
-    path = Path(path)
-    device = device or default_device()
-    hidden_format(dtype, "dtype")
-    if not path.exists():
-        raise CheckpointError(f"{path}: no such file or folder")
-    try:
-        if path.suffix == ".gguf":
-            return _load_gguf(path, dtype, device, strict)
-        return _load_safetensors(path, dtype, device, strict)
-    except InvalidArgument as error:  # sizes from the file that no layer can have
-        raise CheckpointError(f"{path}: {error}") from error
-
-
-def _load_gguf(path: Path, dtype: DTypeLike, device: Device, strict: bool) -> Model:
-    file = open_gguf(path)
-    architecture = file.get("general.architecture", str)
-    if architecture != "llama":
-        raise UnsupportedError(f"{path}: architecture {architecture!r} is not built; known: llama")
-    config = llama_files.gguf_config(file)
-    config.attention.native(device)
-    loader = TensorLoader(file.tensors, file.files, device)
-    params = llama_files.gguf_params(file, config, loader)
-    loader.finish(strict)
-    tokenizer = Tokenizer.from_gguf(file.metadata, path) if "tokenizer.ggml.model" in file.metadata else None
-    return Model(config, params, tokenizer, path=path, dtype=dtype, device=device, memory=_memory(loader))
-
-
-def _load_safetensors(path: Path, dtype: DTypeLike, device: Device, strict: bool) -> Model:
-    files = open_safetensors(path)
-    architectures = (files.config or {}).get("architectures") or ["none in config.json"]
-    if architectures != ["LlamaForCausalLM"]:
-        raise UnsupportedError(f"{path}: architecture {architectures} is not built; known: LlamaForCausalLM")
-    config = llama_files.hf_config(files)
-    config.attention.native(device)
-    loader = TensorLoader(files.tensors, files.files, device)
-    params = llama_files.hf_params(config, loader)
-    loader.finish(strict)
-    folder = path if path.is_dir() else path.parent
-    tokenizer = Tokenizer.from_files(folder) if (folder / "tokenizer.json").is_file() else None
-    return Model(config, params, tokenizer, path=path, dtype=dtype, device=device, memory=_memory(loader))
-
-
-def _memory(loader: TensorLoader) -> dict[str, int]:
-    return {name: getattr(loader, name) for name in ("mapped_bytes", "expanded_bytes", "prepared_bytes")}

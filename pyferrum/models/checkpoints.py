@@ -1,0 +1,89 @@
+"""Checkpoint files to a model."""
+
+from __future__ import annotations
+
+from functools import partial
+from os import PathLike
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from pyferrum.checkpoint import Tokenizer, open_gguf, open_safetensors
+from pyferrum.device import Device, default_device
+from pyferrum.errors import CheckpointError, InvalidArgument, UnsupportedError
+from pyferrum.formats import hidden_format
+from pyferrum.models import llama_files
+from pyferrum.models.loading import TensorLoader
+from pyferrum.models.model import Model
+
+
+def load(
+    path: str | PathLike[str],
+    *,
+    dtype: DTypeLike = np.float32,
+    device: Device | None = None,
+    strict: bool = False,
+) -> Model:
+    """A model from a GGUF file, or from a folder (or file) of safetensors with its config.json.
+
+    Weights are multiplied in the format they are stored in: from the memory-mapped file, or from a copy that the
+    device prepares (`Model.memory` says how large).
+
+    Args:
+        path: what to load.
+        dtype: of the residual stream: float32 (the float32-master ops) or float16.
+        device: None for the default device.
+        strict: a tensor that the model does not use is an error instead of a line in the log.
+
+    Raises:
+        CheckpointError: damaged or incomplete files; the message names file and tensor.
+        UnsupportedError: an architecture or a feature that is not built; the message names it.
+    """
+    path = Path(path)
+    device = device or default_device()
+    hidden_format(dtype, "dtype")
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file or folder")
+    try:
+        if path.suffix == ".gguf":
+            return _load_gguf(path, dtype, device, strict)
+        return _load_safetensors(path, dtype, device, strict)
+    except InvalidArgument as error:  # sizes from the file that no layer can have
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _load_gguf(path: Path, dtype: DTypeLike, device: Device, strict: bool) -> Model:
+    file = open_gguf(path)
+    architecture = file.get("general.architecture", str)
+    if architecture != "llama":
+        raise UnsupportedError(f"{path}: architecture {architecture!r} is not built; known: llama")
+    config = llama_files.gguf_config(file)
+    config.attention.native(device)
+    loader = TensorLoader(file.tensors, file.files, device)
+    params = llama_files.gguf_params(file, config, loader)
+    loader.finish(strict)
+    tokenizer = None
+    if "tokenizer.ggml.model" in file.metadata:
+        Tokenizer.check_gguf(file.metadata, path)
+        tokenizer = partial(Tokenizer.from_gguf, file.metadata, path)
+    return Model(config, params, tokenizer, path=path, dtype=dtype, device=device, memory=_memory(loader))
+
+
+def _load_safetensors(path: Path, dtype: DTypeLike, device: Device, strict: bool) -> Model:
+    files = open_safetensors(path)
+    architectures = (files.config or {}).get("architectures") or ["none in config.json"]
+    if architectures != ["LlamaForCausalLM"]:
+        raise UnsupportedError(f"{path}: architecture {architectures} is not built; known: LlamaForCausalLM")
+    config = llama_files.hf_config(files)
+    config.attention.native(device)
+    loader = TensorLoader(files.tensors, files.files, device)
+    params = llama_files.hf_params(config, loader)
+    loader.finish(strict)
+    folder = path if path.is_dir() else path.parent
+    tokenizer = partial(Tokenizer.from_files, folder) if (folder / "tokenizer.json").is_file() else None
+    return Model(config, params, tokenizer, path=path, dtype=dtype, device=device, memory=_memory(loader))
+
+
+def _memory(loader: TensorLoader) -> dict[str, int]:
+    return {name: getattr(loader, name) for name in ("mapped_bytes", "expanded_bytes", "prepared_bytes")}
