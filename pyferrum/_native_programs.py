@@ -13,9 +13,9 @@ from pyferrum._cdef import ffi
 from pyferrum._native import Handle, _check, _empties, _new, _states, _tensors, lib
 
 
-def program_begin(device: Handle, inputs: Sequence[Any], states: Sequence[Handle]) -> None:
-    """Take down this thread's calls on the device, with these tensors and states as inputs."""
-    _check(lib.ferrum_program_begin(device[0], len(inputs), _tensors(inputs), len(states), _states(states)))
+def program_begin(device: Handle, inputs: Sequence[Any], states: Sequence[Handle], run: bool = True) -> None:
+    """Take down this thread's calls on the device, with these tensors and states as inputs; `run` them too."""
+    _check(lib.ferrum_program_begin(device[0], run, len(inputs), _tensors(inputs), len(states), _states(states)))
 
 
 def program_end(outputs: Sequence[Any], states: Sequence[Handle]) -> Handle:

@@ -82,7 +82,7 @@ Flat = Callable[[list[DeviceArray], list[KVState]], tuple[Sequence[DeviceArray],
 
 
 def record(
-    device: Device, function: Flat, arrays: Sequence[DeviceArray], states: Sequence[KVState]
+    device: Device, function: Flat, arrays: Sequence[DeviceArray], states: Sequence[KVState], run: bool = True
 ) -> tuple[Program, list[Any], list[KVState]]:
     """Call `function(arrays, states)` and keep its calls as a program.
 
@@ -91,6 +91,7 @@ def record(
         function: pure; gives (arrays, states), each made by an operation in it.
         arrays: what it is called with.
         states: the same.
+        run: whether calls run as they are taken down. If not, what `function` gave holds no values: let go of it.
 
     Returns:
         (program, and what the function gave: arrays, states).
@@ -108,7 +109,7 @@ def record(
     _native_programs.program_abandon()  # one that a second interrupt left behind
     try:
         _thread.recording = True
-        _native_programs.program_begin(device.handle, [a.tensor for a in own], [s.handle for s in aliases])
+        _native_programs.program_begin(device.handle, [a.tensor for a in own], [s.handle for s in aliases], run)
         out_arrays, out_states = function(own, aliases)
         handle = _native_programs.program_end([a.tensor for a in out_arrays], [s.handle for s in out_states])
     finally:

@@ -181,7 +181,7 @@ def valid_arguments() -> dict[str, Callable[[], list[Any]]]:
     states, xs = ffi.new("ferrum_state *[]", [state]), ffi.new("ferrum_tensor[]", [x[0]])
     own, norm = ffi.new("ferrum_tensor *", x[0]), ffi.new("ferrum_tensor *", x[0])
     own.buffer = new("ferrum_buffer", lambda out: lib.ferrum_buffer_new(device, 2 * 8 * 2, out))
-    assert lib.ferrum_program_begin(device, 1, own, 1, states) == 0
+    assert lib.ferrum_program_begin(device, 1, 1, own, 1, states) == 0
     norm.buffer = new("ferrum_buffer", lambda out: lib.ferrum_rms_norm(device, own, row, 1e-5, out))
     program = new("ferrum_program", lambda out: lib.ferrum_program_end(1, norm, 0, states, out))
     outside, new_state, new_y = ffi.from_buffer(bytearray(64)), ffi.new("ferrum_state **"), ffi.new("ferrum_buffer **")
@@ -217,7 +217,7 @@ def valid_arguments() -> dict[str, Callable[[], list[Any]]]:
         "plan_describe": lambda: [plan, o("ferrum_plan_summary *")],
         "plan_launch": lambda: [plan, 0, o("ferrum_launch *")],
         "plan_resource": lambda: [plan, 0, o("ferrum_resource *")],
-        "program_begin": lambda: [device, 1, own, 1, states],
+        "program_begin": lambda: [device, 1, 1, own, 1, states],
         "program_end": lambda: [1, norm, 0, states, o("ferrum_program **")],
         "program_abandon": lambda: [],
         "program_release": lambda: [o("ferrum_program **")],

@@ -137,7 +137,13 @@ Call run(Attention *attention, const ferrum_attention_weights &weights, uint32_t
     Call call;
     const uint64_t element = xs[0].format == format_f32 ? 4 : 2;
     for (uint32_t i = 0; i < tensors; i++)
-        call.outputs.push_back(device->allocate((packed ? total : tokens[i]) * shape.hidden_size * element));
+        call.outputs.push_back(Recorder::allocate(device, (packed ? total : tokens[i]) * shape.hidden_size * element));
+    Recorder *recorder = Recorder::on(device);
+    if (recorder && !recorder->runs) {
+        call.states = device->arena().append(kOp, states, new_tokens).states;
+        recorder->attention(attention, request, weights, states, xs, call.states, call.outputs);
+        return call;
+    }
     constexpr uint64_t kRegion = 256;
     const uint64_t tables = align_up(plan->summary.scratch_bytes, kRegion);
     const uint64_t partials = align_up(tables + plan->summary.page_table_bytes, kRegion);
@@ -145,8 +151,7 @@ Call run(Attention *attention, const ferrum_attention_weights &weights, uint32_t
 
     // Reserve and claim; from here on a failure drops the new states, and with them the claims.
     Arena::Appended appended = device->arena().append(kOp, states, new_tokens);
-    if (Recorder *recorder = Recorder::on(device))
-        recorder->attention(attention, request, weights, states, xs, appended.states, call.outputs);
+    if (recorder) recorder->attention(attention, request, weights, states, xs, appended.states, call.outputs);
     Submission work;
     work.label = kOp;
     AttentionOperands operands{{}, {}, {}, {block.get(), 0}, {block.get(), partials}, {block.get(), tables}};

@@ -50,7 +50,8 @@ class Operation {
     void keep(RefCounted *object) { work_.keep.push_back(Ref<RefCounted>::share(object)); }
 
     Ref<Buffer> output(uint64_t rows, uint64_t width, uint64_t element_bytes) {
-        Ref<Buffer> y = device_->allocate(checked_multiply(checked_multiply(rows, width, op_), element_bytes, op_));
+        Ref<Buffer> y =
+            Recorder::allocate(device_, checked_multiply(checked_multiply(rows, width, op_), element_bytes, op_));
         outputs_.push_back(y);
         return y;
     }
@@ -58,8 +59,9 @@ class Operation {
     // An empty input makes an empty output and no launch.
     void submit(const Launch &launch, uint64_t elements) {
         if (elements) work_.launches.push_back(launch);
-        if (Recorder *recorder = Recorder::on(device_)) recorder->operation(work_, outputs_);
-        if (elements) device_->submit(std::move(work_));
+        Recorder *recorder = Recorder::on(device_);
+        if (recorder) recorder->operation(work_, outputs_);
+        if (elements && (!recorder || recorder->runs)) device_->submit(std::move(work_));
     }
 
     void check_indices(const char *name, const ferrum_tensor &t, uint64_t limit) {

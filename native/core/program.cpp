@@ -14,6 +14,14 @@ constexpr const char *kOp = "jit";
 // library that may be half gone.
 thread_local Recorder *recorder = nullptr;
 
+// Stands for an array of a recording in which nothing runs.
+class Name : public Buffer {
+   public:
+    using Buffer::Buffer;
+    void *host() override { return nullptr; }
+    uint64_t device_address() override { return 0; }
+};
+
 }  // namespace
 
 // ---- Recording
@@ -26,14 +34,20 @@ Recorder *Recorder::on(const Device *device) {
     return recorder && recorder->program_->device() == device ? recorder : nullptr;
 }
 
-Recorder::Recorder(Device *device) : program_(Ref<Program>::adopt(new Program)) {
+Ref<Buffer> Recorder::allocate(Device *device, uint64_t bytes) {
+    const Recorder *current = on(device);
+    if (!current || current->runs) return device->allocate(bytes);
+    return Ref<Name>::adopt(new Name(device, bytes));
+}
+
+Recorder::Recorder(Device *device, bool run) : runs(run), program_(Ref<Program>::adopt(new Program)) {
     program_->device_ = Ref<Device>::share(device);
 }
 
-void Recorder::begin(Device *device, const ferrum_tensor *inputs, size_t arrays, ferrum_state *const *states,
+void Recorder::begin(Device *device, bool run, const ferrum_tensor *inputs, size_t arrays, ferrum_state *const *states,
                      size_t state_count) {
     if (recorder) fail(FERRUM_INVALID_ARGUMENT, "[%s] this thread is recording already", kOp);
-    std::unique_ptr<Recorder> started(new Recorder(device));
+    std::unique_ptr<Recorder> started(new Recorder(device, run));
     Program &program = *started->program_.get();
     for (size_t i = 0; i < arrays; i++) {
         // Whatever is read of this buffer will be read of another one: it must hold the input and nothing else.
@@ -191,12 +205,13 @@ void Program::lay_out_scratch() {
 
 using namespace ferrum;
 
-int32_t ferrum_program_begin(ferrum_device *device, uint32_t arrays, const ferrum_tensor *inputs, uint32_t states,
-                             ferrum_state *const *input_states) {
+int32_t ferrum_program_begin(ferrum_device *device, uint32_t run, uint32_t arrays, const ferrum_tensor *inputs,
+                             uint32_t states, ferrum_state *const *input_states) {
     return guard([&] {
         auto *owner = reinterpret_cast<Device *>(required(device, "device"));
         owner->check_usable(kOp, true);
-        Recorder::begin(owner, required(inputs, "inputs"), arrays, required(input_states, "input_states"), states);
+        Recorder::begin(owner, run != 0, required(inputs, "inputs"), arrays, required(input_states, "input_states"),
+                        states);
     });
 }
 

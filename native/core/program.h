@@ -115,18 +115,21 @@ class Program : public RefCounted {
     mutable std::vector<std::shared_ptr<const Schedule>> schedules_;  // the latest used first
 };
 
-// Takes down the calls of one thread while they run as ever.
+// Takes down the calls of one thread, while they run as ever or instead.
 class Recorder {
    public:
     static Recorder *current();                 // this thread's, or NULL
     static Recorder *on(const Device *device);  // the same, if it takes down the calls on this device
-    static void begin(Device *device, const ferrum_tensor *inputs, size_t arrays, ferrum_state *const *states,
+    // For the output of an operation: memory, or its name where nothing runs.
+    static Ref<Buffer> allocate(Device *device, uint64_t bytes);
+    static void begin(Device *device, bool run, const ferrum_tensor *inputs, size_t arrays, ferrum_state *const *states,
                       size_t state_count);
     // The recorded program. Ends the recording, whether it succeeds or not.
     static Ref<Program> end(const ferrum_tensor *outputs, size_t arrays, ferrum_state *const *states,
                             size_t state_count);
     static void abandon();
 
+    const bool runs;
     // Whether the array is an input or depends on one.
     bool knows(Buffer *buffer) const { return slots_.count(buffer); }
     void check_indices(const char *op, const char *name, const ferrum_tensor &tensor, uint64_t limit);
@@ -136,7 +139,7 @@ class Recorder {
                    const std::vector<Ref<State>> &new_states, const std::vector<Ref<Buffer>> &outputs);
 
    private:
-    explicit Recorder(Device *device);
+    Recorder(Device *device, bool run);
     Place place(Buffer *buffer, uint64_t offset);
     int add_output(Buffer *buffer);
     int state_slot(State *state);

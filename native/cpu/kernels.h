@@ -35,12 +35,6 @@ struct Call {
     const Call *before;
     RowFunction row_function;
 
-    void run_before(uint64_t row, uint32_t width) const {
-        if (!before) return;
-        before->run_before(row, width);
-        before->row_function(*before, row, width);
-    }
-
     template <class Params>
     const Params &params() const {
         return *reinterpret_cast<const Params *>(launch->params);

@@ -23,11 +23,11 @@ namespace {
 
 constexpr uint32_t kTileGroups = kRegisterLanes == 16 ? 2 : 1;  // groups of outputs that a tile takes at once
 static_assert(kTileGroups <= kMostTileGroups);
-constexpr uint64_t kItemRows = 96;                         // rows of a work item
-constexpr uint32_t kScaledBlocks = 4;                      // of activations, that share a scale
-constexpr int kStreamRows = 4;                             // up to so many, one group at a time: their pace is memory's
-constexpr uint64_t kAhead = 8192;                          // bytes fetched ahead of them
-constexpr uint64_t kPanelAhead = 2048;                     // and of a panel
+constexpr uint64_t kItemRows = 96;      // rows of a work item
+constexpr uint32_t kScaledBlocks = 4;   // of activations, that share a scale
+constexpr int kStreamRows = 4;          // up to so many, one group at a time: their pace is memory's
+constexpr uint64_t kAhead = 8192;       // bytes fetched ahead of them
+constexpr uint64_t kPanelAhead = 2048;  // and of a panel
 
 FERRUM_NOINLINE void store_output(const Call &call, uint64_t row, uint32_t group, f32x16 value) {
     const auto &p = call.params<ferrum_linear_params>();
@@ -201,12 +201,13 @@ struct IntegerPanel {
             const BlockSums *sums = x.sums;
             for (uint32_t b = 0; b < kScaledBlocks && blocks; b++, blocks--, panel++, x = x.at(1, 0)) {
                 if constexpr (kMin)
-                    FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (uint32_t g = 0; g < kTileGroups; g++)
-                        scaled[r][g] = fma(panel->min[g], splat(x.sums[r].sum), scaled[r][g]);
+                    FERRUM_UNROLL for (int r = 0; r < kRows; r++)
+                        FERRUM_UNROLL for (uint32_t g = 0; g < kTileGroups; g++) scaled[r][g] =
+                            fma(panel->min[g], splat(x.sums[r].sum), scaled[r][g]);
                 FERRUM_UNROLL for (int part = 0; part < kScales; part++) {
                     i32x16 dots[kRows][kTileGroups];
-                    FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (uint32_t g = 0; g < kTileGroups; g++)
-                        dots[r][g] = splat((int32_t)0);
+                    FERRUM_UNROLL for (int r = 0; r < kRows; r++)
+                        FERRUM_UNROLL for (uint32_t g = 0; g < kTileGroups; g++) dots[r][g] = splat((int32_t)0);
                     FERRUM_UNROLL for (int i = 0; i < 16 / kScales; i++) {
                         const int s = part * 16 / kScales + i;
                         FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
@@ -217,8 +218,9 @@ struct IntegerPanel {
                                 dot_pairs(dots[r][g], panel->pairs[s][g], both);
                         }
                     }
-                    FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (uint32_t g = 0; g < kTileGroups; g++)
-                        scaled[r][g] = fma(to_float(dots[r][g]), panel->scale[part][g], scaled[r][g]);
+                    FERRUM_UNROLL for (int r = 0; r < kRows; r++)
+                        FERRUM_UNROLL for (uint32_t g = 0; g < kTileGroups; g++) scaled[r][g] =
+                            fma(to_float(dots[r][g]), panel->scale[part][g], scaled[r][g]);
                 }
             }
             out.add<kRows>(blocks, [&](int r, int g, f32x16 sum) __attribute__((always_inline)) {
@@ -385,10 +387,17 @@ void multiply(const Call &call, Worker &worker, const LinearTemp &temp, ItemOf &
             const uint64_t row = begin / tiles * kItemRows, tile = begin % tiles;
             const uint64_t count = end - begin < tiles - tile ? end - begin : tiles - tile;
             const uint32_t last = (uint32_t)(tile + count) * kTileGroups;
-            multiply_groups<F>(call, item_of(row), row, (uint32_t)tile * kTileGroups, last < groups ? last : groups, own);
+            multiply_groups<F>(call, item_of(row), row, (uint32_t)tile * kTileGroups, last < groups ? last : groups,
+                               own);
             begin += count;
         }
     });
+}
+
+void run_before(const Call &call, uint64_t row, uint32_t width) {
+    if (!call.before) return;
+    run_before(*call.before, row, width);
+    call.before->row_function(*call.before, row, width);
 }
 
 template <class F>
@@ -407,7 +416,7 @@ void linear(const Call &call, Worker &worker) {
     };
     if (!call.temp_is_ready) {
         worker.for_each(p.rows, 4, [&](uint64_t row) {
-            call.run_before(row, p.in_features);
+            run_before(call, row, p.in_features);
             const half *from = call.at<const half>(FERRUM_LINEAR_X) + row * p.input_stride;
             const auto to = item_of(row / kItemRows * kItemRows).at(0, row % kItemRows);
             if constexpr (F::bits > 8)

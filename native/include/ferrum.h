@@ -334,13 +334,15 @@ int32_t ferrum_plan_resource(ferrum_plan *plan, uint32_t index, ferrum_resource 
 
 /* ---- Programs --------------------------------------------------------------------------------------------------- */
 
-/* From here to ferrum_program_end this thread's calls on `device` are taken down while they run as ever. What they read
- * of the inputs will be another array, or state, in every run; any other array, state or number they use is captured as
- * it is. Inputs are states of their own and buffers of their own, with nothing else in them, each at most once. Calls
- * on `device` that cannot be replayed are refused with FERRUM_UNSUPPORTED as long as a recording lasts: those of rings,
- * state_append, state_truncate and state_read. */
-int32_t ferrum_program_begin(ferrum_device *device, uint32_t arrays, const ferrum_tensor *inputs, uint32_t states,
-                             ferrum_state *const *input_states);
+/* From here to ferrum_program_end this thread's calls on `device` are taken down while they run as ever, if `run`, else
+ * instead: arrays and states that they make then are names of values that a run will have, to be given to other calls
+ * and to ferrum_program_end, and released; nobody may read them. What calls read of the inputs will be another array,
+ * or state, in every run; any other array, state or number they use is captured as it is. Inputs are states of their
+ * own and buffers of their own, with nothing else in them, each at most once. Calls on `device` that cannot be replayed
+ * are refused with FERRUM_UNSUPPORTED as long as a recording lasts: those of rings, state_append, state_truncate and
+ * state_read. */
+int32_t ferrum_program_begin(ferrum_device *device, uint32_t run, uint32_t arrays, const ferrum_tensor *inputs,
+                             uint32_t states, ferrum_state *const *input_states);
 
 /* Ends the recording, whether it succeeds or not: the program that makes `outputs` and `output_states`, each of which a
  * recorded call made. */

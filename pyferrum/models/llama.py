@@ -73,6 +73,21 @@ def mlp(x: Any, layer: LayerParams, *, epsilon: float, ops: ModuleType = pyferru
     return ops.residual_add(x, ops.linear(gated, layer.down_proj))
 
 
+def last_rows(
+    x: Any, lengths: Sequence[int], wanted: Sequence[int] | None, *, dtype: DTypeLike, ops: ModuleType = pyferrum
+) -> Any:
+    """The last wanted[i] of lengths[i] rows, sequence by sequence; None if there are none."""
+    if wanted is None or list(wanted) == list(lengths):
+        return x
+    if not any(wanted):
+        return None
+    if len(lengths) == 1:
+        return x[lengths[0] - wanted[0] :]
+    ends = np.cumsum(lengths)
+    rows = [np.arange(end - count, end) for end, count in zip(ends, wanted, strict=True)]
+    return ops.embed(np.concatenate(rows), x, dtype=dtype)
+
+
 def forward(
     params: LlamaParams,
     config: LlamaConfig,
@@ -83,6 +98,7 @@ def forward(
     dtype: DTypeLike = np.float32,
     ops: ModuleType = pyferrum,
     taps: dict[int, Any] | None = None,
+    wanted: Sequence[int] | None = None,
 ) -> tuple[list[tuple[Any, ...]], Any]:
     """Run new tokens of n sequences through every layer.
 
@@ -96,9 +112,12 @@ def forward(
         ops: `pyferrum` or `pyferrum.reference`.
         taps: its keys are layers, counted from 0; the residual stream behind each of them, [sum of lengths, hidden] in
             `dtype`, becomes its value.
+        wanted: for each sequence, how many of its last tokens the result is for; None for all. Others end with the
+            last layer's keys and values, unless that layer is tapped.
 
     Returns:
-        (states in the form they came in, the residual stream behind the last layer, [sum of lengths, hidden]).
+        (states in the form they came in, the residual stream behind the last layer, [sum of wanted, hidden], or None
+        where no token is wanted).
     """
     x = ops.embed(tokens, params.embedding, dtype=dtype)
     new: list[tuple[Any, ...]] = []
@@ -109,9 +128,15 @@ def forward(
         else:
             group, x = ops.causal_attention([state[index] for state in states], Ragged(x, lengths), layer.attention)
             new.append(group)
+        if index == config.layers - 1 and index not in (taps or ()):
+            x = last_rows(x, lengths, wanted, dtype=dtype, ops=ops)
+            if x is None:
+                break
         x = mlp(x, layer, epsilon=config.attention.epsilon, ops=ops)
         if taps is not None and index in taps:
             taps[index] = x
+    if config.layers - 1 in (taps or ()):
+        x = last_rows(x, lengths, wanted, dtype=dtype, ops=ops)
     return [tuple(layer[i] for layer in new) for i in range(len(lengths))], x
 
 

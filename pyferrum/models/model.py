@@ -20,16 +20,11 @@ from pyferrum.device import Device
 from pyferrum.errors import CheckpointError, InvalidArgument, UnsupportedError
 from pyferrum.jit import PROGRAMS, Program, record, recording
 from pyferrum.models import llama
-from pyferrum.ops import embed
 from pyferrum.state import KVState, init_state
 
 PREFILL_CHUNK = 512
 """Tokens of a sequence that go through the layers in one go. Results do not depend on it, bit for bit; Ctrl-C, memory
 and the first progress report do."""
-
-
-PROGRAM_ROWS = 32
-"""Up to so many rows, a pass is recorded and replayed: beyond, the calls cost little beside the work."""
 
 
 class ModelState:
@@ -217,14 +212,10 @@ class Model:
                 raise InvalidArgument(f"taps: expected layers 0…{self.config.layers - 1}, got {layer}")
         if taps is not None and max(len(t) for t in batch) > chunk:
             raise InvalidArgument(f"taps: expected at most chunk={chunk} tokens, got {max(len(t) for t in batch)}")
-        lengths = [len(t) for t in batch]
-        if max(lengths) <= chunk and sum(lengths) <= PROGRAM_ROWS:
-            results, scores = self._replay(states, batch, lengths, last_only, taps)
-        else:
-            results, scores = self._in_chunks(states, batch, lengths, last_only, chunk, taps)
+        results, scores = self._in_chunks(states, batch, last_only, chunk, taps)
         if taps is not None:
             for layer, x in taps.items():
-                taps[layer] = x if one else _cut(x, lengths)
+                taps[layer] = x if one else _cut(x, [len(t) for t in batch])
         return (results[0], scores[0]) if one else (results, scores)
 
     def _decode(
@@ -234,7 +225,8 @@ class Model:
 
         Everything else beside the kernels is there to be forgotten while they run, so a step touches little.
         """
-        key, group, vocabulary = ((len(tokens),), last_only, ()), state._group, self.config.vocabulary
+        key = (len(tokens),), (1 if last_only else len(tokens),), True, ()
+        group, vocabulary = state._group, self.config.vocabulary
         with self._lock:
             program = self._programs.get(key)
             if program is None or group is None or len(tokens) > chunk or self.device._handle is None:
@@ -253,98 +245,91 @@ class Model:
         shape, format, offset = program.arrays[0]
         return new, Array(self.device, buffer, shape, format, offset)
 
-    def _replay(
-        self,
-        states: list[ModelState],
-        batch: list[Any],
-        lengths: list[int],
-        last_only: bool,
-        taps: dict[int, Any] | None,
-    ) -> tuple[list[ModelState], list[Array]]:
-        """A pass of a few rows is one native call, recorded the first time that rows are cut like this."""
-        tokens = array(batch[0] if len(batch) == 1 else np.concatenate(batch), device=self.device)
-        tapped, layers = tuple(taps or ()), self.config.layers
-        key = tuple(lengths), last_only, tapped
-        program = self._program(key)
-        if program is not None and not recording():
-            if len(states) == 1:
-                given = states[0]._native_states()
-            else:
-                given = [layer.handle for state in states for layer in state.layers]
-            (scores, *made), groups, new_lengths = program.run_groups([tokens], given, [layers] * len(states))
-            results = [
-                ModelState._of_group(g, n, self._like) for g, n in zip(groups, new_lengths[::layers], strict=True)
-            ]
-        else:
-            flat = [layer for state in states for layer in state.layers]
-            if recording():  # of a function that calls this model
-                (scores, *made), new = self._step([tokens], flat, lengths, last_only, tapped)
-            else:
-                program, (scores, *made), new = self._record(tokens, flat, lengths, last_only, tapped)
-                with self._lock:
-                    self._programs[key] = program
-                    while len(self._programs) > PROGRAMS:
-                        self._programs.popitem(last=False)
-            results = [ModelState(tuple(new[i : i + layers])) for i in range(0, len(new), layers)]
-        if taps is not None:
-            taps.update(zip(taps, made, strict=True))
-        return results, _cut(scores, [1] * len(lengths) if last_only else lengths)
-
-    def _program(self, key: Any) -> Program | None:
-        with self._lock:
-            program = self._programs.get(key)
-            if program is not None:
-                self._programs.move_to_end(key)
-            return program
-
-    def _record(
-        self, tokens: Array, flat: list[KVState], lengths: list[int], last_only: bool, tapped: tuple[int, ...]
-    ) -> tuple[Program, list[Any], list[KVState]]:
-        def step(arrays: list[Any], states: list[KVState]) -> tuple[list[Any], list[KVState]]:
-            return self._step(arrays, states, lengths, last_only, tapped)
-
-        return record(self.device, step, [tokens], flat)
-
-    def _step(
-        self, arrays: list[Any], states: list[KVState], lengths: list[int], last_only: bool, tapped: tuple[int, ...]
-    ) -> tuple[list[Any], list[KVState]]:
-        layers, taps = self.config.layers, dict[int, Any].fromkeys(tapped)
-        grouped = [states[i : i + layers] for i in range(0, len(states), layers)]
-        new, x = llama.forward(self.params, self.config, grouped, arrays[0], lengths, dtype=self.dtype, taps=taps)
-        if last_only and max(lengths) > 1:
-            x = x[-1:] if len(lengths) == 1 else embed(np.cumsum(lengths) - 1, x, dtype=self.dtype)
-        scores = llama.logits(self.params, self.config, x)
-        return [scores, *taps.values()], [layer for sequence in new for layer in sequence]
-
     def _in_chunks(
-        self,
-        states: list[ModelState],
-        batch: list[Any],
-        lengths: list[int],
-        last_only: bool,
-        chunk: int,
-        taps: dict[int, Any] | None,
+        self, states: list[ModelState], batch: list[Any], last_only: bool, chunk: int, taps: dict[int, Any] | None
     ) -> tuple[list[ModelState], list[Array]]:
-        current = [s.layers for s in states]
+        lengths = [len(t) for t in batch]
+        wanted = [1 if last_only else n for n in lengths]
+        if max(lengths) <= chunk:
+            states, scores = self._pass(states, batch, wanted, True, taps)
+            return states, _cut(scores, wanted)
+        # Logits in the end: of all tokens they are many times what goes through the layers.
+        current = list(states)
         parts: list[list[Array]] = [[] for _ in batch]
         for start in range(0, max(lengths), chunk):
             active = [i for i, n in enumerate(lengths) if start < n]
             rows = [batch[i][start : start + chunk] for i in active]
-            cut = [len(row) for row in rows]
-            tokens = array(np.concatenate(rows), device=self.device)
-            new, x = llama.forward(
-                self.params, self.config, [current[i] for i in active], tokens, cut, dtype=self.dtype, taps=taps
-            )
-            for i, layers, part in zip(active, new, _cut(x, cut), strict=True):
-                current[i] = layers
-                if not last_only:
-                    parts[i].append(part)
-                elif start + chunk >= lengths[i]:
-                    parts[i].append(part[-1:])
+            ends = [start + chunk >= lengths[i] for i in active]
+            cut = [int(end) if last_only else len(row) for end, row in zip(ends, rows, strict=True)]
+            new, x = self._pass([current[i] for i in active], rows, cut, False, None)
+            pieces = _cut(x, cut) if x is not None else [None] * len(cut)
+            for i, state, n, piece in zip(active, new, cut, pieces, strict=True):
+                current[i] = state
+                if n:
+                    parts[i].append(cast(Array, piece))
         flat = [part for sequence in parts for part in sequence]
         x = flat[0] if len(flat) == 1 else array(np.concatenate(flat), device=self.device)
-        scores = llama.logits(self.params, self.config, x)
-        return [ModelState(layers) for layers in current], _cut(scores, [sum(map(len, p)) for p in parts])
+        return current, _cut(llama.logits(self.params, self.config, x), wanted)
+
+    def _pass(
+        self,
+        states: list[ModelState],
+        batch: list[Any],
+        wanted: list[int],
+        logits: bool,
+        taps: dict[int, Any] | None,
+    ) -> tuple[list[ModelState], Any]:
+        """Tokens through the layers: the last `wanted` rows of each sequence, of the stream or as logits.
+
+        It is one native call, recorded the first time that rows are cut like this.
+        """
+        tokens = array(batch[0] if len(batch) == 1 else np.concatenate(batch), device=self.device)
+        lengths, tapped, layers = tuple(map(len, batch)), tuple(taps or ()), self.config.layers
+
+        def step(arrays: list[Any], flat: list[KVState]) -> tuple[list[Any], list[KVState]]:
+            return self._step(arrays[0], flat, lengths, wanted, logits, tapped)
+
+        if recording():  # of a function that calls this model
+            made, new = step([tokens], [layer for state in states for layer in state.layers])
+            results = [ModelState(tuple(new[i : i + layers])) for i in range(0, len(new), layers)]
+        else:
+            key = lengths, tuple(wanted), logits, tapped
+            with self._lock:
+                program = self._programs.get(key)
+            if program is None:
+                flat = [layer for state in states for layer in state.layers]
+                program = record(self.device, step, [tokens], flat, run=False)[0]
+            with self._lock:
+                self._programs[key] = program
+                self._programs.move_to_end(key)
+                while len(self._programs) > PROGRAMS:
+                    self._programs.popitem(last=False)
+            if len(states) == 1:
+                given = states[0]._native_states()
+            else:
+                given = [layer.handle for state in states for layer in state.layers]
+            made, groups, ends = program.run_groups([tokens], given, [layers] * len(states))
+            results = [ModelState._of_group(g, n, self._like) for g, n in zip(groups, ends[::layers], strict=True)]
+        if taps is not None:
+            taps.update(zip(taps, made[len(made) - len(taps) :], strict=True))
+        return results, made[0] if any(wanted) else None
+
+    def _step(
+        self,
+        tokens: Any,
+        states: list[KVState],
+        lengths: Sequence[int],
+        wanted: list[int],
+        logits: bool,
+        tapped: tuple[int, ...],
+    ) -> tuple[list[Any], list[KVState]]:
+        layers, taps = self.config.layers, dict[int, Any].fromkeys(tapped)
+        grouped = [states[i : i + layers] for i in range(0, len(states), layers)]
+        new, x = llama.forward(
+            self.params, self.config, grouped, tokens, lengths, dtype=self.dtype, taps=taps, wanted=wanted
+        )
+        made = [] if x is None else [llama.logits(self.params, self.config, x) if logits else x]
+        return [*made, *taps.values()], [layer for sequence in new for layer in sequence]
 
     def _tokens(self, tokens: ArrayLike) -> np.ndarray[Any, Any]:
         host = np.asarray(tokens)
