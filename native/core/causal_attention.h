@@ -51,6 +51,9 @@ struct AttentionPlan : public RefCounted {
     ferrum_plan_summary summary{};   // but for the fingerprint
     std::vector<uint64_t> topology;  // what the fingerprint is of
     std::array<uint8_t, 32> fingerprint() const;
+    // The plan of the same call behind `start` tokens, for one sequence: NULL where that takes other launches.
+    Ref<AttentionPlan> behind(const AttentionShape &shape, uint64_t start) const;
+    const AttentionPlan *like = nullptr;  // the plan whose `behind` this is; its launches are these but for params
     std::vector<ferrum_launch> launches;
     std::vector<ferrum_resource> resources;
     std::vector<uint64_t> page_table_offsets;  // bytes, per participant

@@ -27,6 +27,25 @@ bool zero_or_positive(float value) {
 // Fields of ferrum_attention_weights, in order.
 enum Weight { input_norm, q_proj, k_proj, v_proj, o_proj, q_norm, k_norm, q_bias, k_bias, v_bias, o_bias };
 
+// The params that depend on where in its sequence a call is.
+void place(ferrum_causal_attention_params &p, const AttentionShape &shape, uint64_t start) {
+    const uint64_t end = start + p.tokens;
+    p.position_start = uint32_t(start);
+    p.page_count = uint32_t(shape.layout.pages(end));
+    const uint64_t seen = p.window && p.position_start + 1 > p.window ? p.position_start + 1 - p.window : 0;
+    p.first_span = uint32_t(seen / p.span_tokens);
+    p.spans = uint32_t((end - 1) / p.span_tokens) + 1 - p.first_span;
+}
+
+// A few tokens over several spans: a launch that takes the spans side by side, and later one that combines them.
+bool is_split(const ferrum_causal_attention_params &p) {
+    return p.tokens <= FERRUM_FEW_ROWS && p.spans > 1;
+}
+
+uint64_t partials_bytes(const ferrum_causal_attention_params &p) {
+    return is_split(p) ? uint64_t(p.tokens) * p.query_heads * p.spans * p.partial_stride * 4 : 0;
+}
+
 class Planner {
    public:
     Planner(const AttentionShape &shape, const ferrum_plan_request &request, AttentionPlan &plan, uint64_t total_tokens)
@@ -44,7 +63,7 @@ class Planner {
             each_participant([&](uint32_t i, uint64_t token) { attention(i, token, i == 0); });
             bool first = true;
             each_participant([&](uint32_t i, uint64_t token) {
-                if (!is_split(i)) return;
+                if (!splits(i)) return;
                 combine(i, token, first);
                 first = false;
             });
@@ -57,7 +76,7 @@ class Planner {
             projections(token, request_.tokens[i]);
             prepare(i, token, true);
             attention(i, token, true);
-            if (is_split(i)) combine(i, token, true);
+            if (splits(i)) combine(i, token, true);
             finish(i, token, request_.tokens[i]);
             for (size_t l = first; l < plan_.launches.size(); l++) plan_.launches[l].participant = i;
         });
@@ -74,9 +93,7 @@ class Planner {
     void lay_out_partials() {
         for (uint32_t i = 0; i < request_.participants; i++) {
             plan_.partials_offsets.push_back(plan_.summary.partials_bytes);
-            const auto p = params(i);
-            if (is_split(i))
-                plan_.summary.partials_bytes += uint64_t(p.tokens) * p.query_heads * p.spans * p.partial_stride * 4;
+            plan_.summary.partials_bytes += partials_bytes(params(i));
         }
     }
 
@@ -122,9 +139,7 @@ class Planner {
 
     ferrum_causal_attention_params params(uint32_t participant) const {
         using S = ScratchLayout;
-        const uint64_t end = request_.starts[participant] + request_.tokens[participant];
         ferrum_causal_attention_params p{};
-        p.position_start = uint32_t(request_.starts[participant]);
         p.tokens = uint32_t(request_.tokens[participant]);
         p.query_heads = shape_.query_heads;
         p.key_value_heads = shape_.key_value_heads;
@@ -135,16 +150,13 @@ class Planner {
         p.key_value_stride = scratch_.stride[S::key_raw];
         p.query_stride = scratch_.stride[S::query];
         p.tokens_per_page = shape_.layout.tokens_per_page;
-        p.page_count = uint32_t(shape_.layout.pages(end));
         p.window = shape_.sliding_window;
         p.span_tokens = shape_.span_tokens;
-        const uint64_t seen = p.window && p.position_start + 1 > p.window ? p.position_start + 1 - p.window : 0;
-        p.first_span = uint32_t(seen / p.span_tokens);
-        p.spans = uint32_t((end - 1) / p.span_tokens) + 1 - p.first_span;
         p.partial_stride = ferrum_partial_stride(shape_.head_dim);
         p.epsilon = shape_.epsilon;
         p.scale = shape_.scale;
         p.softcap = shape_.softcap;
+        place(p, shape_, request_.starts[participant]);
         return p;
     }
 
@@ -174,15 +186,12 @@ class Planner {
         plan_.launches.push_back(launch);
     }
 
-    // A few tokens over several spans: a launch that takes the spans side by side, and later one that combines them.
-    bool is_split(uint32_t participant) const {
-        return request_.tokens[participant] <= FERRUM_FEW_ROWS && params(participant).spans > 1;
-    }
+    bool splits(uint32_t participant) const { return is_split(params(participant)); }
 
     void attention(uint32_t participant, uint64_t token, bool barrier) {
         using S = ScratchLayout;
         const auto p = params(participant);
-        const bool split = is_split(participant), tiles = p.tokens > FERRUM_FEW_ROWS && !shape_.exact;
+        const bool split = is_split(p), tiles = p.tokens > FERRUM_FEW_ROWS && !shape_.exact;
         Launch launch(split   ? kernel_causal_attention_split_f16
                       : tiles ? kernel_causal_attention_tiles_f16
                               : kernel_causal_attention_decode_f16,
@@ -348,6 +357,37 @@ Ref<AttentionPlan> plan_causal_attention(const AttentionShape &shape, const ferr
     for (uint32_t i = 0; i < request.participants; i++)
         for (uint64_t value : {request.tokens[i], request.starts[i], request.starts[i] + request.tokens[i]})
             plan->topology.push_back(value);
+    return plan;
+}
+
+Ref<AttentionPlan> AttentionPlan::behind(const AttentionShape &shape, uint64_t start) const {
+    const uint64_t tokens = summary.total_tokens;
+    if (summary.participants != 1 || start > shape.maximum_context_tokens ||
+        tokens > shape.maximum_context_tokens - start ||
+        align_up(shape.layout.pages(start + tokens) * 8, FERRUM_SCRATCH_ALIGNMENT) != summary.page_table_bytes)
+        return {};
+    auto plan = Ref<AttentionPlan>::adopt(new AttentionPlan);
+    plan->like = this;
+    plan->summary = summary;
+    plan->topology = {1, tokens, tokens, start, start + tokens};
+    plan->launches = launches;
+    plan->resources = resources;
+    plan->page_table_offsets = page_table_offsets;
+    plan->partials_offsets = partials_offsets;
+    for (ferrum_launch &launch : plan->launches) {
+        if (launch.kernel != kernel_causal_attention_prepare_f16 &&
+            launch.kernel != kernel_causal_attention_decode_f16 && launch.kernel != kernel_causal_attention_tiles_f16 &&
+            launch.kernel != kernel_causal_attention_split_f16 && launch.kernel != kernel_causal_attention_combine_f16)
+            continue;
+        ferrum_causal_attention_params p;
+        memcpy(&p, launch.params, sizeof(p));
+        place(p, shape, start);
+        if (is_split(p) != (summary.partials_bytes > 0)) return {};
+        memcpy(launch.params, &p, sizeof(p));
+        if (launch.kernel == kernel_causal_attention_split_f16) launch.grid[0] = p.spans;
+        plan->summary.partials_bytes = partials_bytes(p);
+        plan->summary.pages = p.page_count;
+    }
     return plan;
 }
 

@@ -92,7 +92,8 @@ class Program : public RefCounted {
     void lay_out_scratch();
     void list_steps();
 
-    std::vector<Ref<AttentionPlan>> plan(const std::vector<Ref<State>> &states) const;
+    std::vector<Ref<AttentionPlan>> plan(const std::vector<Ref<State>> &states, const Schedule *latest) const;
+    std::shared_ptr<const Schedule> latest_schedule() const;
     std::shared_ptr<const Schedule> schedule(const std::vector<Ref<AttentionPlan>> &plans) const;
     std::shared_ptr<const Schedule> make_schedule(const std::vector<Ref<AttentionPlan>> &plans) const;
 

@@ -152,8 +152,9 @@ std::shared_ptr<const Schedule> Program::make_schedule(const std::vector<Ref<Att
 
 // ---- In every run
 
-// Nothing but numbers: what each attention will do to states of these lengths.
-std::vector<Ref<AttentionPlan>> Program::plan(const std::vector<Ref<State>> &states) const {
+// Nothing but numbers: what each attention will do to states of these lengths. Most of it is what it was in the latest
+// run.
+std::vector<Ref<AttentionPlan>> Program::plan(const std::vector<Ref<State>> &states, const Schedule *latest) const {
     std::vector<uint64_t> lengths(states.size()), starts(tokens_.size());
     for (size_t i = 0; i < states.size(); i++)
         if (states[i]) lengths[i] = states[i]->length;
@@ -166,24 +167,34 @@ std::vector<Ref<AttentionPlan>> Program::plan(const std::vector<Ref<State>> &sta
             lengths[size_t(new_slots_[i])] = starts[i] + tokens_[i];
         }
         const uint64_t *own = starts.data() + step.first;
-        if (!planned || !step.like_previous || !std::equal(own, own + step.count, starts.data() + planned->first)) {
+        Ref<AttentionPlan> plan;
+        if (planned && step.like_previous && std::equal(own, own + step.count, starts.data() + planned->first))
+            plan = plans.back();
+        else if (latest)
+            plan = latest->plans[plans.size()]->behind(step.node->attention->shape, *own);
+        if (!plan) {
             ferrum_plan_request request = step.node->request;
             request.starts = own;
             request.tokens = tokens_.data() + step.first;
-            plans.push_back(plan_causal_attention(step.node->attention->shape, request));
-        } else {
-            plans.push_back(plans.back());
+            plan = plan_causal_attention(step.node->attention->shape, request);
         }
+        plans.push_back(std::move(plan));
         planned = &step;
     }
     return plans;
+}
+
+std::shared_ptr<const Schedule> Program::latest_schedule() const {
+    std::lock_guard lock(mutex_);
+    return schedules_.empty() ? nullptr : schedules_.front();
 }
 
 std::shared_ptr<const Schedule> Program::schedule(const std::vector<Ref<AttentionPlan>> &plans) const {
     std::lock_guard lock(mutex_);
     auto fits = [&](const std::shared_ptr<const Schedule> &known) {
         return each_pair(known->plans, plans, [&](size_t i, bool is_new) {
-            return !is_new || same_topology(*known->plans[i].get(), *plans[i].get());
+            return !is_new || plans[i]->like == known->plans[i].get() ||
+                   same_topology(*known->plans[i].get(), *plans[i].get());
         });
     };
     auto found = std::find_if(schedules_.begin(), schedules_.end(), fits);
@@ -221,7 +232,8 @@ Program::Outputs Program::run(const ferrum_tensor *inputs, const void *values,
     }
     for (const auto &[slot, state] : captured_states_) states[size_t(slot)] = state;
     device->arena().fetch(reinterpret_cast<State *const *>(state_handles), input_states_.size());
-    const std::vector<Ref<AttentionPlan>> plans = plan(states);
+    const std::shared_ptr<const Schedule> latest = latest_schedule();  // as long as plans may be like its own
+    const std::vector<Ref<AttentionPlan>> plans = plan(states, latest.get());
     const std::shared_ptr<const Schedule> known = schedule(plans);
 
     uint64_t block_bytes = known->partials;
