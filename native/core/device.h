@@ -126,6 +126,16 @@ struct Resource {
     uint64_t offset = 0;
 };
 
+// Launches that are submitted again and again, each time with other bytes behind some of their resources and other
+// grids and params in some of them.
+struct LaunchList {
+    std::vector<ferrum_launch> launches;
+    std::vector<Resource> resources;  // but for those that vary
+    std::vector<uint32_t> varying;    // which those are
+    // What a device has made of all this, for the next time. Devices set and read it one submission at a time.
+    mutable std::shared_ptr<void> compiled;
+};
+
 // One call's work: launches whose bindings index `resources`. The device keeps `keep` alive until it is past the work;
 // so a page, which lives as long as a state that shows it, is never handed out while a kernel may still touch it.
 struct Submission {
@@ -133,6 +143,7 @@ struct Submission {
     std::vector<ferrum_launch> launches;
     std::vector<Resource> resources;
     std::vector<Ref<const RefCounted>> keep;
+    std::shared_ptr<const LaunchList> list;  // whose launches and resources these are, if they come again
 
     uint32_t add(Buffer *buffer, uint64_t offset = 0) {
         resources.push_back({buffer, offset});

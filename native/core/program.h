@@ -43,22 +43,19 @@ struct IndexCheck {
 
 // A program's launches as one list over one list of resources, for one topology of its attentions' plans. A run copies
 // both and fills in what is its own: buffers, page tables, and params of attention.
-struct Schedule {
+struct Schedule : LaunchList {
     struct Step {
         size_t first;     // of the attention's launches
         uint64_t tables;  // where its page tables are in the block
     };
-    struct Varying {
-        size_t resource;
-        size_t base;  // of Program::Bases
+    struct Base {
+        size_t index;  // an input, an output array, or the block
         uint64_t offset;
     };
     std::vector<Ref<AttentionPlan>> plans;  // of each attention; those that differ in their weights alone share one
     std::vector<Step> steps;
-    std::vector<ferrum_launch> launches;
-    std::vector<Resource> resources;  // but for those that vary
-    std::vector<Varying> varying;
-    uint64_t partials;  // where they are in the block, which ends with them, and with values
+    std::vector<Base> bases;  // of each resource that varies
+    uint64_t partials;        // where they are in the block, which ends with them, and with values
 };
 
 class Program : public RefCounted {

@@ -104,7 +104,8 @@ std::shared_ptr<const Schedule> Program::make_schedule(const std::vector<Ref<Att
         } else if (place.slot >= 0) {
             offset += slots_[size_t(place.slot)].scratch_offset;
         }
-        schedule.varying.push_back({schedule.resources.size() - 1, base, offset});
+        schedule.varying.push_back(uint32_t(schedule.resources.size() - 1));
+        schedule.bases.push_back({base, offset});
         return found->second;
     };
     auto append = [&](const std::vector<ferrum_launch> &launches, const std::vector<uint32_t> &resources) {
@@ -291,8 +292,11 @@ Program::Outputs Program::run(const ferrum_tensor *inputs, const void *values,
     }
 
     work.resources = known->resources;
-    for (const Schedule::Varying &one : known->varying)
-        work.resources[one.resource] = {bases[one.base].buffer, bases[one.base].offset + one.offset};
+    for (size_t i = 0; i < known->varying.size(); i++) {
+        const Resource &base = bases[known->bases[i].index];
+        work.resources[known->varying[i]] = {base.buffer, base.offset + known->bases[i].offset};
+    }
+    if (copies.empty()) work.list = known;
     // Copies of shared pages come before the attention whose states they are for; each is a launch.
     work.launches.reserve(known->launches.size() + copies.size());
     size_t copied = 0;

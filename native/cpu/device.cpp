@@ -252,6 +252,17 @@ bool overwrites(const ferrum_rms_norm_params &norm, const uint8_t *y, const Call
            meets(residual.slots[FERRUM_RESIDUAL_ADD_BRANCH], uint64_t(p.branch_stride) * 2);
 }
 
+// What a list of launches that comes again needs no second look at.
+struct Compiled {
+    struct Varying {
+        uint32_t call, slot, resource;
+        uint64_t offset;
+    };
+    std::vector<Call> calls;
+    std::vector<Varying> varying;
+    uint64_t temp_bytes;
+};
+
 // A submission with its buffers resolved and its temporary memory laid out.
 struct Launches : Job {
     Launches(Submission &&submission, const InstructionSet &set, unsigned threads)
@@ -259,6 +270,22 @@ struct Launches : Job {
           work(std::move(submission)),
           kernels(set.kernels),
           calls(work.launches.size()) {
+        if (work.list && work.list->compiled) {
+            const auto &known = *static_cast<const Compiled *>(work.list->compiled.get());
+            calls = known.calls;
+            temp_bytes = known.temp_bytes;
+            for (size_t i = 0; i < calls.size(); i++) {
+                calls[i].launch = &work.launches[i];
+                if (calls[i].before) calls[i].before = &calls[i - 1];
+            }
+            std::vector<uint8_t *> base(work.resources.size());
+            for (uint32_t resource : work.list->varying)
+                base[resource] =
+                    static_cast<uint8_t *>(work.resources[resource].buffer->host()) + work.resources[resource].offset;
+            for (const Compiled::Varying &one : known.varying)
+                calls[one.call].slots[one.slot] = base[one.resource] + one.offset;
+            return;
+        }
         uint64_t at = 0;
         for (size_t i = 0; i < calls.size(); i++) {
             const ferrum_launch &launch = work.launches[i];
@@ -298,6 +325,25 @@ struct Launches : Job {
             calls[i].before = &calls[i - 1];
             calls[i - 1].row_function = function;
         }
+        if (work.list) remember();
+    }
+    void remember() const {
+        auto known = std::make_shared<Compiled>();
+        known->calls = calls;
+        known->temp_bytes = temp_bytes;
+        std::vector<bool> varies(work.resources.size());
+        for (uint32_t resource : work.list->varying) varies[resource] = true;
+        for (uint32_t i = 0; i < calls.size(); i++) {
+            const bool linear = is_linear(work.launches[i].kernel);
+            if (linear && !calls[i].packed) return;  // if its weight is prepared later, that is found then
+            for (uint32_t b = 0; b < work.launches[i].binding_count; b++) {
+                const ferrum_binding &bound = work.launches[i].bindings[b];
+                if (!varies[bound.resource]) continue;
+                if (linear && bound.slot == FERRUM_LINEAR_WEIGHT) return;  // another weight each time
+                known->varying.push_back({i, bound.slot, bound.resource, bound.offset});
+            }
+        }
+        work.list->compiled = std::move(known);
     }
     const uint8_t *prepared_weight(const ferrum_launch &launch) const {
         const auto &p = *reinterpret_cast<const ferrum_linear_params *>(launch.params);
@@ -377,8 +423,8 @@ class CpuDevice : public Device {
     }
 
     void submit(Submission &&work) override {
-        auto job = std::make_shared<Launches>(std::move(work), set_, pool_->threads());
         std::lock_guard lock(run_);
+        auto job = std::make_shared<Launches>(std::move(work), set_, pool_->threads());
         if (temp_size_ < job->temp_bytes) {
             temp_.reset(static_cast<uint8_t *>(blocks.take(BlockCache::size_class(job->temp_bytes))));
             temp_size_ = BlockCache::size_class(job->temp_bytes);
@@ -387,6 +433,7 @@ class CpuDevice : public Device {
         pool_->run(job);
         // A thread may still be leaving the job; what the call kept alive goes now, while the caller is here.
         job->work.keep.clear();
+        job->work.list.reset();
     }
 
     uint64_t prepare(const ferrum_tensor &weight) override {
