@@ -113,7 +113,7 @@ void exponentials(const Block &block, Range span, float *most, float *total) {
         most[row] = largest(top);
         f32x16 sums = splat(0.0f);
         for (uint32_t i = start; i < stop; i += kLanes) {
-            const f32x16 e = exp(load(scores + i) - splat(most[row]));
+            const f32x16 e = exp_below(load(scores + i) - splat(most[row]));
             sums = sums + e;
             store(scores + i, e);
         }

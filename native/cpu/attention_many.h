@@ -66,15 +66,22 @@ void widen_keys(const Block &block, Range span, Range seen) {
 void widen_values(const Block &block, Range span, Range seen) {
     const Params &p = block.p;
     const uint32_t dim = p.head_dim, padded = block.temp.padded_dim;
+    float *to = block.values + (uint64_t)(seen.begin - span.begin) * padded;
     for (uint32_t at = seen.begin; at < seen.end;) {
         const uint32_t slot = at % p.tokens_per_page, left = p.tokens_per_page - slot;
         const uint32_t end = seen.end - at < left ? seen.end : at + left;
         const half *from = page_of(block.pages, p.tokens_per_page, at) +
                            ferrum_kv_head(p.tokens_per_page, dim, block.kv_head) +
                            ferrum_kv_value(p.tokens_per_page, dim, slot);
-        for (; at < end; at++, from += dim)
-            for (uint32_t d = 0; d < dim; d += kLanes)
-                store(block.values + (uint64_t)(at - span.begin) * padded + d, load_up_to(from + d, dim - d));
+        const uint64_t count = (uint64_t)(end - at) * dim;
+        if (dim == padded)
+            for (uint64_t i = 0; i < count; i += kLanes) store(to + i, load(from + i));
+        else
+            for (uint32_t j = 0; j < end - at; j++)
+                for (uint32_t d = 0; d < dim; d += kLanes)
+                    store(to + (uint64_t)j * padded + d, load_up_to(from + j * dim + d, dim - d));
+        to += (uint64_t)(end - at) * padded;
+        at = end;
     }
 }
 
@@ -136,7 +143,7 @@ void exponentials(Group &group) {
         float *scores = group.block.scores + r * kLanes;
         f32x16 sums = splat(0.0f);
         for (uint32_t i = keys.begin / kLanes; i < (keys.end + kLanes - 1) / kLanes; i++) {
-            const f32x16 e = exp(load(scores + i * kScoreTile) - splat(most[r]));
+            const f32x16 e = exp_below(load(scores + i * kScoreTile) - splat(most[r]));
             sums = sums + e;
             store(scores + i * kScoreTile, e);
         }

@@ -77,10 +77,10 @@ void attend(const Call &call, Worker &worker) {
     const auto &p = call.params<Params>();
     const AttentionTemp temp = attention_temp(p);
     worker.for_each((uint64_t)temp.blocks * p.key_value_heads, 1, [&](uint64_t item) {
-        // The longest contexts first, so that no thread is left with one at the end.
-        const uint32_t index = temp.blocks - 1 - (uint32_t)(item / p.key_value_heads);
+        // Of a key head, the longest contexts first, so that no thread is left with one at the end.
+        const uint32_t index = temp.blocks - 1 - (uint32_t)(item % temp.blocks);
         const Block block =
-            make_block(call, worker, temp, FERRUM_ATTENTION_PAGES, (uint32_t)(item % p.key_value_heads), index);
+            make_block(call, worker, temp, FERRUM_ATTENTION_PAGES, (uint32_t)(item / temp.blocks), index);
         for (uint32_t span = 0; span < p.spans; span++)
             if (!is_empty(block.seen(span_at(p, span)))) attend_span(block, span_at(p, span));
         for (uint32_t row = 0; row < block.rows(); row++)

@@ -79,7 +79,7 @@ enum class Join { nothing, first, both };
 FERRUM_ALWAYS_INLINE void join_sums(uint32_t rows, float *most, float *total, const float *span_most,
                                     const float *span_total, float *before, float *now, Join *how) {
     const f32x16 most_before = load(most), most_now = load(span_most), top = max(most_before, most_now);
-    const f32x16 factor_before = exp(most_before - top), factor_now = exp(most_now - top);
+    const f32x16 factor_before = exp_below(most_before - top), factor_now = exp_below(most_now - top);
     float tops[kLanes], totals[kLanes];
     store(before, factor_before);
     store(now, factor_now);
