@@ -122,41 +122,51 @@ void exponentials(const Block &block, Range span, float *most, float *total) {
 }
 
 // Values of the span that rows [row, row + kRows) see, weighted, from dim d on; they join those of earlier spans.
-// Meanwhile the keys one span further are fetched, if the call has them.
+// Meanwhile the keys of the next span are fetched, if this thread goes on with it.
 template <int kRows, int kVectors>
 FERRUM_ALWAYS_INLINE void weigh_pages(const Block &block, Range span, uint32_t row, uint32_t d, const float *before,
                                       const float *now, const Join *how) {
     const Params &p = block.p;
     const uint32_t dim = p.head_dim, head = ferrum_kv_head(p.tokens_per_page, dim, block.kv_head);
-    const uint32_t values_of_page = ferrum_kv_value(p.tokens_per_page, dim, 0), stride = block.temp.score_stride;
+    const uint32_t stride = block.temp.score_stride;
     Range visible[kRows];
     FERRUM_UNROLL for (int r = 0; r < kRows; r++) visible[r] = block.visible((row + r) / block.temp.group, span);
     const Range any = {visible[0].begin, visible[kRows - 1].end}, all = {visible[kRows - 1].begin, visible[0].end};
     f32x16 acc[kRows][kVectors];
     FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int v = 0; v < kVectors; v++) acc[r][v] =
         splat(0.0f);
-    const float *scores = block.scores + (uint64_t)row * stride;
     for (uint32_t at = any.begin; at < any.end;) {
         const uint32_t slot = at % p.tokens_per_page, left = p.tokens_per_page - slot;
-        const uint32_t end = any.end - at < left ? any.end : at + left;
-        const half *values = page_of(block.pages, p.tokens_per_page, at) + head + values_of_page + slot * dim + d;
-        const uint32_t then = at + p.span_tokens;
-        const half *next = then < p.position_start + p.tokens
-                               ? page_of(block.pages, p.tokens_per_page, then) + head + slot * dim + d
-                               : values;
-        for (; at < end; at++, values += dim, next += dim) {
-            f32x16 value[kVectors];
-            if (row == 0)
-                FERRUM_UNROLL for (int v = 0; v < kVectors; v += 2) __builtin_prefetch(next + v * kLanes, 0, 2);
+        const half *values =
+            page_of(block.pages, p.tokens_per_page, at) + head + ferrum_kv_value(p.tokens_per_page, dim, slot) + d;
+        const float *weights = block.scores + (uint64_t)row * stride + (at - span.begin);
+        f32x16 value[kVectors];
+        if (at < all.begin || at >= all.end) {  // a value is read for those alone that see it: it may be NaN
             FERRUM_UNROLL for (int v = 0; v < kVectors; v++) value[v] = load(values + v * kLanes);
-            const bool ragged = at < all.begin || at >= all.end;  // a value is read for those alone that see it
-            const float *weights = scores + (at - span.begin);
             FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
-                if (ragged && (at < visible[r].begin || at >= visible[r].end)) continue;
-                const f32x16 weight = splat(weights[r * stride]);
+                if (at < visible[r].begin || at >= visible[r].end) continue;
+                FERRUM_UNROLL for (int v = 0; v < kVectors; v++) acc[r][v] =
+                    fma(splat(weights[r * stride]), value[v], acc[r][v]);
+            }
+            at++;
+            continue;
+        }
+        const uint32_t count = all.end - at < left ? all.end - at : left;
+        // Each group of dims fetches its share of the page: both are as large.
+        const half *next = values;
+        const uint32_t then = at + p.span_tokens;
+        if (row == 0 && block.goes_on && then < p.position_start + p.tokens)
+            next =
+                page_of(block.pages, p.tokens_per_page, then) + head + d * p.tokens_per_page + slot * kVectors * kLanes;
+        for (uint32_t j = 0; j < count; j++, values += dim, next += kVectors * kLanes) {
+            FERRUM_UNROLL for (int v = 0; v < kVectors; v += 2) __builtin_prefetch(next + v * kLanes, 0, 2);
+            FERRUM_UNROLL for (int v = 0; v < kVectors; v++) value[v] = load(values + v * kLanes);
+            FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
+                const f32x16 weight = splat(weights[r * stride + j]);
                 FERRUM_UNROLL for (int v = 0; v < kVectors; v++) acc[r][v] = fma(weight, value[v], acc[r][v]);
             }
         }
+        at += count;
     }
     FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int v = 0; v < kVectors; v++)
         join_values(block.acc + (row + r) * block.temp.padded_dim + d + v * kLanes, acc[r][v], how[row + r],

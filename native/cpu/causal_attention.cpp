@@ -7,7 +7,7 @@ namespace ferrum::cpu::FERRUM_CPU_ISA {
 namespace {
 
 Block make_block(const Call &call, const Worker &worker, const AttentionTemp &temp, uint32_t pages_slot,
-                 uint32_t kv_head, uint32_t index) {
+                 uint32_t kv_head, uint32_t index, bool goes_on) {
     static_assert(int(FERRUM_SPLIT_QUERY) == int(FERRUM_ATTENTION_QUERY));
     const auto &p = call.params<Params>();
     const uint32_t first = index * temp.block_tokens;
@@ -31,7 +31,8 @@ Block make_block(const Call &call, const Worker &worker, const AttentionTemp &te
                 take(temp.query),
                 take(temp.scores),
                 take(temp.keys),
-                take(temp.values)};
+                take(temp.values),
+                goes_on};
     memset(block.total, 0, temp.sums * sizeof(float));
     memset(block.most, 0, temp.sums * sizeof(float));
     if (reads_pages(block))
@@ -80,7 +81,7 @@ void attend(const Call &call, Worker &worker) {
         // Of a key head, the longest contexts first, so that no thread is left with one at the end.
         const uint32_t index = temp.blocks - 1 - (uint32_t)(item % temp.blocks);
         const Block block =
-            make_block(call, worker, temp, FERRUM_ATTENTION_PAGES, (uint32_t)(item / temp.blocks), index);
+            make_block(call, worker, temp, FERRUM_ATTENTION_PAGES, (uint32_t)(item / temp.blocks), index, true);
         for (uint32_t span = 0; span < p.spans; span++)
             if (!is_empty(block.seen(span_at(p, span)))) attend_span(block, span_at(p, span));
         for (uint32_t row = 0; row < block.rows(); row++)
@@ -108,10 +109,13 @@ void causal_attention_split_f16(const Call &call, Worker &worker) {
     const auto &p = call.params<Params>();
     const AttentionTemp temp = attention_temp(p);
     const uint32_t padded = temp.padded_dim;
-    worker.for_each((uint64_t)temp.blocks * p.key_value_heads * p.spans, 1, [&](uint64_t item) {
+    // Spans that follow each other on a thread, where there are enough of them for all.
+    const uint64_t items = (uint64_t)temp.blocks * p.key_value_heads * p.spans;
+    const uint64_t most = items / (8 * call.threads), run = most > 8 ? 8 : most > 0 ? most : 1;
+    worker.for_each(items, run, [&](uint64_t item) {
         const uint32_t span = (uint32_t)(item % p.spans), pair = (uint32_t)(item / p.spans);
-        const Block block =
-            make_block(call, worker, temp, FERRUM_SPLIT_PAGES, pair % p.key_value_heads, pair / p.key_value_heads);
+        const Block block = make_block(call, worker, temp, FERRUM_SPLIT_PAGES, pair % p.key_value_heads,
+                                       pair / p.key_value_heads, (item + 1) % run != 0);
         if (!is_empty(block.seen(span_at(p, span)))) attend_span(block, span_at(p, span));
         for (uint32_t row = 0; row < block.rows(); row++) {
             float *out = partial_of(call, FERRUM_SPLIT_PARTIALS, block.first_token + row / temp.group,

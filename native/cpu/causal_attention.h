@@ -40,6 +40,7 @@ struct Block {
     float *most, *total;  // [rows rounded up to whole vectors]
     float *query;         // scaled; how it is laid out is the way's own affair, as is what follows
     float *scores, *keys, *values;
+    bool goes_on;  // with the span after the present one, on the same thread
 
     uint32_t rows() const { return tokens * temp.group; }
     uint32_t position(uint32_t token) const { return p.position_start + first_token + token; }
