@@ -43,14 +43,23 @@ FERRUM_ALWAYS_INLINE void score_rows(const Block &block, uint32_t row, const Key
     const float *query = block.query + (uint64_t)row * padded;
     const half *keys[kTiles];
     FERRUM_UNROLL for (int t = 0; t < kTiles; t++) keys[t] = tiles.keys[first + t];
-    for (uint32_t d = 0; d < block.p.head_dim; d++) {
-        f32x16 key[kTiles];
-        FERRUM_UNROLL for (int t = 0; t < kTiles; t++)  // a line of both every other time
-            __builtin_prefetch((d % 2 ? tiles.values : tiles.next)[first + t] + d / 2 * 2 * FERRUM_KEY_TILE, 0, 2);
-        FERRUM_UNROLL for (int t = 0; t < kTiles; t++) key[t] = load(keys[t] + d * FERRUM_KEY_TILE);
-        FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
-            const f32x16 q = splat(query[r * padded + d]);
-            FERRUM_UNROLL for (int t = 0; t < kTiles; t++) acc[r][t] = fma(q, key[t], acc[r][t]);
+    const uint32_t dim = block.p.head_dim;
+    uint32_t d = 0;
+    for (int fetch = 0; fetch < kTiles; fetch++) {  // a tile after the other, as they lie in memory
+        const half *next = tiles.next[first + fetch], *values = tiles.values[first + fetch];
+        for (const uint32_t end = (fetch + 1) * dim / kTiles; d < end; d++) {
+            FERRUM_UNROLL for (int line = 0; line < kTiles; line += 2) __builtin_prefetch(values + line * kLanes, 0, 2);
+            if (!block.keys_fetched)
+                FERRUM_UNROLL for (int line = 0; line < kTiles; line += 2)
+                    __builtin_prefetch(next + line * kLanes, 0, 2);
+            next += kTiles * kLanes;
+            values += kTiles * kLanes;
+            f32x16 key[kTiles];
+            FERRUM_UNROLL for (int t = 0; t < kTiles; t++) key[t] = load(keys[t] + d * FERRUM_KEY_TILE);
+            FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
+                const f32x16 q = splat(query[r * padded + d]);
+                FERRUM_UNROLL for (int t = 0; t < kTiles; t++) acc[r][t] = fma(q, key[t], acc[r][t]);
+            }
         }
     }
     FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int t = 0; t < kTiles; t++)
@@ -159,7 +168,9 @@ FERRUM_ALWAYS_INLINE void weigh_pages(const Block &block, Range span, uint32_t r
             next =
                 page_of(block.pages, p.tokens_per_page, then) + head + d * p.tokens_per_page + slot * kVectors * kLanes;
         for (uint32_t j = 0; j < count; j++, values += dim, next += kVectors * kLanes) {
-            FERRUM_UNROLL for (int v = 0; v < kVectors; v += 2) __builtin_prefetch(next + v * kLanes, 0, 2);
+            FERRUM_UNROLL for (int v = 0; v < kVectors; v += 2) {
+                __builtin_prefetch(next + v * kLanes, 0, 2);
+            }
             FERRUM_UNROLL for (int v = 0; v < kVectors; v++) value[v] = load(values + v * kLanes);
             FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
                 const f32x16 weight = splat(weights[r * stride + j]);

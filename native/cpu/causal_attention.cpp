@@ -7,7 +7,7 @@ namespace ferrum::cpu::FERRUM_CPU_ISA {
 namespace {
 
 Block make_block(const Call &call, const Worker &worker, const AttentionTemp &temp, uint32_t pages_slot,
-                 uint32_t kv_head, uint32_t index, bool goes_on) {
+                 uint32_t kv_head, uint32_t index, bool keys_fetched, bool goes_on) {
     static_assert(int(FERRUM_SPLIT_QUERY) == int(FERRUM_ATTENTION_QUERY));
     const auto &p = call.params<Params>();
     const uint32_t first = index * temp.block_tokens;
@@ -32,6 +32,7 @@ Block make_block(const Call &call, const Worker &worker, const AttentionTemp &te
                 take(temp.scores),
                 take(temp.keys),
                 take(temp.values),
+                keys_fetched,
                 goes_on};
     memset(block.total, 0, temp.sums * sizeof(float));
     memset(block.most, 0, temp.sums * sizeof(float));
@@ -80,10 +81,13 @@ void attend(const Call &call, Worker &worker) {
     worker.for_each((uint64_t)temp.blocks * p.key_value_heads, 1, [&](uint64_t item) {
         // Of a key head, the longest contexts first, so that no thread is left with one at the end.
         const uint32_t index = temp.blocks - 1 - (uint32_t)(item % temp.blocks);
-        const Block block =
-            make_block(call, worker, temp, FERRUM_ATTENTION_PAGES, (uint32_t)(item / temp.blocks), index, true);
-        for (uint32_t span = 0; span < p.spans; span++)
-            if (!is_empty(block.seen(span_at(p, span)))) attend_span(block, span_at(p, span));
+        Block block =
+            make_block(call, worker, temp, FERRUM_ATTENTION_PAGES, (uint32_t)(item / temp.blocks), index, false, true);
+        for (uint32_t span = 0; span < p.spans; span++) {
+            if (is_empty(block.seen(span_at(p, span)))) continue;
+            attend_span(block, span_at(p, span));
+            block.keys_fetched = true;
+        }
         for (uint32_t row = 0; row < block.rows(); row++)
             finish_row(call, FERRUM_ATTENTION_QUERY_RAW, FERRUM_ATTENTION_CONTEXT, block.first_token + row / temp.group,
                        block.kv_head * temp.group + row % temp.group, block.acc + row * temp.padded_dim,
@@ -115,7 +119,7 @@ void causal_attention_split_f16(const Call &call, Worker &worker) {
     worker.for_each(items, run, [&](uint64_t item) {
         const uint32_t span = (uint32_t)(item % p.spans), pair = (uint32_t)(item / p.spans);
         const Block block = make_block(call, worker, temp, FERRUM_SPLIT_PAGES, pair % p.key_value_heads,
-                                       pair / p.key_value_heads, (item + 1) % run != 0);
+                                       pair / p.key_value_heads, span > 0 && item % run != 0, (item + 1) % run != 0);
         if (!is_empty(block.seen(span_at(p, span)))) attend_span(block, span_at(p, span));
         for (uint32_t row = 0; row < block.rows(); row++) {
             float *out = partial_of(call, FERRUM_SPLIT_PARTIALS, block.first_token + row / temp.group,

@@ -40,7 +40,8 @@ struct Block {
     float *most, *total;  // [rows rounded up to whole vectors]
     float *query;         // scaled; how it is laid out is the way's own affair, as is what follows
     float *scores, *keys, *values;
-    bool goes_on;  // with the span after the present one, on the same thread
+    // Of the present span, while the one before was weighed; and whether this thread goes on with the next one.
+    bool keys_fetched, goes_on;
 
     uint32_t rows() const { return tokens * temp.group; }
     uint32_t position(uint32_t token) const { return p.position_start + first_token + token; }
