@@ -35,18 +35,30 @@ void prepare_head(const Params &p, const half *raw, const void *norm, bool norm_
         }
     }
     const uint32_t pairs = p.rope_dim / 2;
-    const uint32_t step = interleaved ? 2 : 1, partner = interleaved ? 1 : pairs;
-    for (uint32_t i = 0; i < pairs; i++) {
-        const float x0 = out[i * step], x1 = out[i * step + partner];
-        out[i * step] = x0 * cosine[i] - x1 * sine[i];
-        out[i * step + partner] = x1 * cosine[i] + x0 * sine[i];
+    if (interleaved) {
+        for (uint32_t i = 0; i < pairs; i++) {
+            const float x0 = out[2 * i], x1 = out[2 * i + 1];
+            out[2 * i] = x0 * cosine[i] - x1 * sine[i];
+            out[2 * i + 1] = x1 * cosine[i] + x0 * sine[i];
+        }
+        return;
+    }
+    for (uint32_t i = 0; i < pairs; i += kLanes) {
+        const uint64_t left = pairs - i;
+        const f32x16 x0 = load_up_to(out + i, left), x1 = load_up_to(out + pairs + i, left);
+        const f32x16 c = load_up_to(cosine + i, left), s = load_up_to(sine + i, left);
+        store_up_to(out + i, x0 * c - x1 * s, left);
+        store_up_to(out + pairs + i, x1 * c + x0 * s, left);
     }
 }
 
 void write_key(half *page, const Params &p, uint32_t head, uint32_t slot, const float *key) {
     half *to = page + ferrum_kv_head(p.tokens_per_page, p.head_dim, head) + ferrum_kv_key(p.head_dim, slot);
     const uint32_t width = ferrum_kv_tile_width(p.tokens_per_page, slot);
-    for (uint32_t d = 0; d < p.head_dim; d++) to[d * width] = (half)key[d];
+    half rounded[FERRUM_MAX_HEAD_DIM];
+    for (uint32_t d = 0; d < p.head_dim; d += kLanes)
+        store_up_to(rounded + d, load_up_to(key + d, p.head_dim - d), p.head_dim - d);
+    for (uint32_t d = 0; d < p.head_dim; d++) to[d * width] = rounded[d];
 }
 
 }  // namespace
