@@ -115,7 +115,7 @@ void causal_attention_split_f16(const Call &call, Worker &worker) {
     const uint32_t padded = temp.padded_dim;
     // Spans that follow each other on a thread, where there are enough of them for all.
     const uint64_t items = (uint64_t)temp.blocks * p.key_value_heads * p.spans;
-    const uint64_t most = items / (8 * call.threads), run = most > 8 ? 8 : most > 0 ? most : 1;
+    const uint64_t most = items / (3 * call.threads), run = most > 8 ? 8 : most > 0 ? most : 1;
     worker.for_each(items, run, [&](uint64_t item) {
         const uint32_t span = (uint32_t)(item % p.spans), pair = (uint32_t)(item / p.spans);
         const Block block = make_block(call, worker, temp, FERRUM_SPLIT_PAGES, pair % p.key_value_heads,
