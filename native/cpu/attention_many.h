@@ -26,6 +26,8 @@ struct Group {
     Join how[kGroupRows];
 };
 
+constexpr uint32_t kFetchAhead = 2048;  // elements
+
 // Queries, [group][dim][row]. Stores reach past a group's rows, into the next dim, so dims go in order.
 void lay_out_queries(const Block &block) {
     const Params &p = block.p;
@@ -43,19 +45,26 @@ void lay_out_queries(const Block &block) {
     }
 }
 
-// Keys, [dim][key of the span]. Lanes past a tile's keys are written too: the next tile comes after.
+// Keys, [dim][key of the span]. Lanes past a tile's keys are written too: the next tile comes after. Meanwhile their
+// values are fetched.
 void widen_keys(const Block &block, Range span, Range seen) {
     const Params &p = block.p;
     const uint32_t dim = p.head_dim, stride = block.temp.score_stride;
     for (uint32_t at = seen.begin; at < seen.end;) {
         const uint32_t slot = at % p.tokens_per_page, width = ferrum_kv_tile_width(p.tokens_per_page, slot);
-        const half *from = page_of(block.pages, p.tokens_per_page, at) +
-                           ferrum_kv_head(p.tokens_per_page, dim, block.kv_head) + ferrum_kv_key(dim, slot);
+        const half *page =
+            page_of(block.pages, p.tokens_per_page, at) + ferrum_kv_head(p.tokens_per_page, dim, block.kv_head);
+        const half *from = page + ferrum_kv_key(dim, slot);
+        const half *values = page + ferrum_kv_value(p.tokens_per_page, dim, slot);
         uint32_t tokens = width - slot % FERRUM_KEY_TILE;
         if (seen.end - at < tokens) tokens = seen.end - at;  // keys behind them may not be written yet
         float *to = block.keys + (at - span.begin);
         if (tokens == FERRUM_KEY_TILE)
-            for (uint32_t d = 0; d < dim; d++) store(to + d * stride, load(from + d * FERRUM_KEY_TILE));
+            for (uint32_t d = 0; d < dim; d++) {
+                if (d % 2 == 0) __builtin_prefetch(values + d * FERRUM_KEY_TILE, 0, 2);
+                if (d % 2 == 0) __builtin_prefetch(from + d * FERRUM_KEY_TILE + kFetchAhead, 0, 2);
+                store(to + d * stride, load(from + d * FERRUM_KEY_TILE));
+            }
         else
             for (uint32_t d = 0; d < dim; d++) store(to + d * stride, load_some(from + d * width, (int)tokens));
         at += tokens;
