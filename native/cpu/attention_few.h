@@ -15,7 +15,7 @@ constexpr int kDirectVectors = 4;
 static_assert(kDirectTiles * FERRUM_KEY_TILE <= kCopiedKeys);
 
 bool reads_pages(const Block &block) {
-    return block.rows() <= (kRegisterLanes == 16 ? 8 : 4) && block.p.head_dim % kLanes == 0;
+    return block.rows() <= (kRegisterLanes == 16 ? 12 : 4) && block.p.head_dim % kLanes == 0;
 }
 
 // Queries, [row][padded_dim].
