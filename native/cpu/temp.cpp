@@ -72,7 +72,7 @@ AttentionTemp attention_temp(const ferrum_causal_attention_params &p) {
     temp.block_tokens = std::min(p.tokens, std::max(1u, most_rows / temp.group));
     // Smaller blocks, each with a copy of the keys, where there would not be enough for several threads.
     const uint64_t side_by_side = p.key_value_heads * (p.tokens <= FERRUM_FEW_ROWS ? p.spans : 1);
-    while (temp.block_tokens * temp.group >= 4 * kGroupRows && div_up(p.tokens, temp.block_tokens) * side_by_side < 16)
+    while (temp.block_tokens * temp.group >= 4 * kGroupRows && div_up(p.tokens, temp.block_tokens) * side_by_side < 8)
         temp.block_tokens = (temp.block_tokens + 1) / 2;
     temp.blocks = uint32_t(div_up(p.tokens, temp.block_tokens));
     temp.score_stride = uint32_t(align_up(p.span_tokens, 16)) + 16;
