@@ -24,7 +24,26 @@ struct Group {
     Range visible[kGroupRows];
     float before[kLanes], now[kLanes];
     Join how[kGroupRows];
+    uint32_t fetched;  // position from which on keys and values are fetched meanwhile, or 0
 };
+
+// What is fetched meanwhile: `step` elements further each time; the same again where there is nothing.
+struct Fetch {
+    const half *at;
+    uint64_t step;
+};
+enum class Part { key, value };
+Fetch fetch_of(const Group &group, Part part, uint32_t offset, uint64_t step) {
+    const Block &block = group.block;
+    const Params &p = block.p;
+    const uint32_t position = group.fetched + offset, slot = position % p.tokens_per_page;
+    if (group.fetched == 0 || position >= p.position_start + p.tokens) return {(const half *)group.query, 0};
+    return {page_of(block.pages, p.tokens_per_page, position) +
+                ferrum_kv_head(p.tokens_per_page, p.head_dim, block.kv_head) +
+                (part == Part::key ? ferrum_kv_key(p.head_dim, slot)
+                                   : ferrum_kv_value(p.tokens_per_page, p.head_dim, slot)),
+            step};
+}
 
 constexpr uint32_t kFetchAhead = 2048;  // elements
 
@@ -61,8 +80,10 @@ void widen_keys(const Block &block, Range span, Range seen) {
         float *to = block.keys + (at - span.begin);
         if (tokens == FERRUM_KEY_TILE)
             for (uint32_t d = 0; d < dim; d++) {
-                if (d % 2 == 0) __builtin_prefetch(values + d * FERRUM_KEY_TILE, 0, 2);
-                if (d % 2 == 0) __builtin_prefetch(from + d * FERRUM_KEY_TILE + kFetchAhead, 0, 2);
+                if (d % 2 == 0 && !block.keys_fetched) {
+                    __builtin_prefetch(values + d * FERRUM_KEY_TILE, 0, 2);
+                    __builtin_prefetch(from + d * FERRUM_KEY_TILE + kFetchAhead, 0, 2);
+                }
                 store(to + d * stride, load(from + d * FERRUM_KEY_TILE));
             }
         else
@@ -97,12 +118,13 @@ void widen_values(const Block &block, Range span, Range seen) {
 // Scores of a few vectors of keys against kRows rows; lanes that no row sees hold anything.
 template <int kRows, int kVectors>
 FERRUM_ALWAYS_INLINE void score_tile(const float *query, const float *keys, uint32_t stride, uint32_t dim,
-                                     float *scores) {
+                                     float *scores, Fetch fetch) {
     f32x16 acc[kRows][kVectors];
     FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int v = 0; v < kVectors; v++) acc[r][v] =
         splat(0.0f);
-    for (uint32_t d = 0; d < dim; d++, query += kGroupRows, keys += stride) {
+    for (uint32_t d = 0; d < dim; d++, query += kGroupRows, keys += stride, fetch.at += fetch.step) {
         f32x16 key[kVectors];
+        __builtin_prefetch(fetch.at, 0, 2);
         FERRUM_UNROLL for (int v = 0; v < kVectors; v++) key[v] = load(keys + v * kLanes);
         FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
             const f32x16 q = splat(query[r]);
@@ -121,7 +143,8 @@ void score(const Group &group) {
             in_groups<kTileRows>(0, group.rows, [&](auto rows, uint32_t row) __attribute__((always_inline)) {
                 score_tile<decltype(rows)::value, decltype(vectors)::value>(
                     group.query + row, block.keys + tile * kLanes, block.temp.score_stride, block.p.head_dim,
-                    block.scores + tile * kScoreTile + row * kLanes);
+                    block.scores + tile * kScoreTile + row * kLanes,
+                    fetch_of(group, Part::key, tile * kLanes, decltype(vectors)::value * kLanes));
             });
         });
 }
@@ -186,7 +209,9 @@ FERRUM_ALWAYS_INLINE void weigh_tile(const Group &group, uint32_t row, uint32_t 
         }
         uint32_t end = (j / kLanes + 1) * kLanes;
         if (end > group.all.end) end = group.all.end;
-        for (; j < end; j++, weights++, values += padded) {
+        Fetch fetch = fetch_of(group, Part::value, j, block.p.head_dim);
+        for (; j < end; j++, weights++, values += padded, fetch.at += fetch.step) {
+            __builtin_prefetch(fetch.at + d, 0, 2);
             FERRUM_UNROLL for (int v = 0; v < kVectors; v++) value[v] = load(values + v * kLanes);
             FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
                 const f32x16 weight = splat(weights[r * kLanes]);
@@ -226,7 +251,8 @@ void attend_many(const Block &block, Range span) {
                     {},
                     {},
                     {},
-                    {}};
+                    {},
+                    first == 0 && block.goes_on ? span.end : 0};
         for (uint32_t r = 0; r < group.rows; r++) {
             const Range keys = block.visible((first + r) / block.temp.group, span);
             group.visible[r] = {keys.begin - span.begin, keys.end > span.begin ? keys.end - span.begin : 0};
