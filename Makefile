@@ -30,7 +30,7 @@ else
 endif
 
 CORE    := $(wildcard native/core/*.cpp)
-KERNELS := causal_attention dflash2 elementwise kv linear logits table
+KERNELS := causal_attention causal_attention_prepare dflash2 elementwise kv linear logits table
 HOST    := $(filter-out $(KERNELS:%=native/cpu/%.cpp),$(wildcard native/cpu/*.cpp))
 
 FLAGS_portable :=

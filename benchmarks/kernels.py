@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import mmap
 import statistics
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,8 +28,10 @@ from pyferrum.formats import DTYPES, FORMATS
 from pyferrum.weights import prepare
 
 
-def median_seconds(call: Callable[[int], Any], budget: float, least: int = 5) -> float:
-    """Of calls numbered 0, 1, …, for about so many seconds; one to warm up."""
+def median_seconds(
+    call: Callable[[int], Any], budget: float, least: int = 5, between: Callable[[], None] = lambda: None
+) -> float:
+    """Of calls numbered 0, 1, …, for about so many seconds; one to warm up. `between` runs after each, untimed."""
     call(0)
     times: list[float] = []
     end = time.perf_counter() + budget
@@ -35,42 +39,67 @@ def median_seconds(call: Callable[[int], Any], budget: float, least: int = 5) ->
         start = time.perf_counter()
         call(len(times) + 1)
         times.append(time.perf_counter() - start)
+        between()
     return statistics.median(times)
 
 
-def limits(threads: int, megabytes: int) -> dict[str, float]:
-    """GB/s of reading, GOP/s of 16-bit dots and of float32 multiply-adds, on so many threads."""
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "limits.so"
-        source = Path(__file__).with_name("limits.c")
-        subprocess.run(["cc", "-O3", "-march=native", "-shared", "-fPIC", "-o", library, source], check=True)
-        c = ctypes.CDLL(str(library))
-    c.limits_read.restype = ctypes.c_uint64
-    c.limits_read.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    data = np.ones((megabytes << 20) // 8 + 8, np.uint64)
-    share = (megabytes << 20) // threads // 256 * 256
-    begin = data.ctypes.data + -data.ctypes.data % 64
-    result = {}
-    with ThreadPoolExecutor(threads) as pool:
+class Limits:
+    """What this machine does on so many threads: reads of memory, 16-bit dots, float32 multiply-adds."""
 
-        def together(work: Callable[[int], Any]) -> tuple[float, list[Any]]:
+    def __init__(self, threads: int, megabytes: int) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            library = Path(folder) / "limits.so"
+            source = Path(__file__).with_name("limits.c")
+            subprocess.run(["cc", "-O3", "-march=native", "-shared", "-fPIC", "-o", library, source], check=True)
+            self.c = ctypes.CDLL(str(library))
+        self.c.limits_read.restype = ctypes.c_uint64
+        self.c.limits_read.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        self.threads = threads
+        self.pool = ThreadPoolExecutor(threads)
+        self.ready = threading.Barrier(threads)
+        self.memory = mmap.mmap(-1, megabytes << 20)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self.memory.madvise(mmap.MADV_HUGEPAGE)
+        self.data = np.frombuffer(self.memory, np.uint8)
+        self.data[:] = 1
+        self.at = 0
+
+    def together(self, work: Callable[[int], Any]) -> tuple[float, list[Any]]:
+        """Seconds from the first thread's start to the last one's end, and what the threads give; they start as one."""
+
+        def timed(i: int) -> tuple[float, float, Any]:
+            self.ready.wait()
             start = time.perf_counter()
-            results = list(pool.map(work, range(threads)))
-            return time.perf_counter() - start, results
+            result = work(i)
+            return start, time.perf_counter(), result
 
-        best = min(together(lambda i: c.limits_read(begin + i * share, share))[0] for _ in range(7))
-        result["read_gb_s"] = share * threads / best / 1e9
-        for name, function in (("dot16_gop_s", c.limits_dot16), ("fma_gop_s", c.limits_fma)):
+        runs = list(self.pool.map(timed, range(self.threads)))
+        return max(end for _, end, _ in runs) - min(start for start, _, _ in runs), [result for _, _, result in runs]
+
+    def read_seconds(self, size: int) -> float:
+        """Reads the next so many bytes of a large array, a share a thread."""
+        share = min(size, self.data.nbytes) // self.threads // 256 * 256
+        if self.at + share * self.threads > self.data.nbytes:
+            self.at = 0
+        begin = self.data.ctypes.data + self.at
+        self.at += share * self.threads
+        return self.together(lambda i: self.c.limits_read(begin + i * share, share))[0]
+
+    def measure(self) -> dict[str, float]:
+        """GB/s of reading, GOP/s of dots and of multiply-adds: the best of a few runs each."""
+        size = self.data.nbytes // 4
+        result = {"read_gb_s": size / min(self.read_seconds(size) for _ in range(28)) / 1e9}
+        for name, function in (("dot16_gop_s", self.c.limits_dot16), ("fma_gop_s", self.c.limits_fma)):
             function.restype = ctypes.c_double
             function.argtypes = [ctypes.c_size_t, ctypes.c_void_p]
-            sinks = np.ones(16 * threads, np.int32)
+            sinks = np.ones(16 * self.threads, np.int32)
 
             def work(i: int, function: Any = function, sinks: Any = sinks) -> float:
                 return float(function(2_000_000, sinks.ctypes.data + 64 * i))
 
-            runs = [together(work) for _ in range(5)]
+            runs = [self.together(work) for _ in range(5)]
             result[name] = max(sum(done) / seconds for seconds, done in runs) / 1e9
-    return result
+        return result
 
 
 def matrices(name: str, width: int, megabytes: int, rng: np.random.Generator, device: pf.Device) -> list[Any]:
@@ -132,18 +161,24 @@ def attention_case(device: pf.Device, context: int, query_heads: int, key_value_
     return state, weights, pf.array(rng.standard_normal((16, hidden), np.float32), device=device)
 
 
-def attention(device: pf.Device, contexts: list[int], budget: float) -> Iterator[dict[str, Any]]:
-    """One row of a layer with four query heads a key head, behind a long context."""
+def attention(device: pf.Device, contexts: list[int], budget: float, limits: Limits) -> Iterator[dict[str, Any]]:
+    """One row of a layer with four query heads a key head, behind a long context. Each call is followed by a plain read
+    of as many bytes: what memory gives changes from one second to the next."""
     for context in contexts:
         state, weights, x = attention_case(device, context, 16, 4, 128)
+        size = context * state.config.bytes_per_token
+        reads: list[float] = []
 
         def call(_: int, state: Any = state, weights: Any = weights, x: Any = x) -> None:
             pf.causal_attention(state, x[:1], weights)[1].block_until_ready()
 
-        seconds = median_seconds(call, budget)
+        def read(size: int = size, reads: list[float] = reads) -> None:
+            reads.append(limits.read_seconds(size))
+
+        seconds = median_seconds(call, 3 * budget, least=15, between=read)
         yield {
             "function": "causal_attention", "context": context, "us": 1e6 * seconds,
-            "gb_s": context * state.config.bytes_per_token / seconds / 1e9,
+            "gb_s": size / seconds / 1e9, "read_gb_s": size / statistics.median(reads) / 1e9,
             "gop_s": 4 * context * 16 * 128 / seconds / 1e9,
         }  # fmt: skip
 
@@ -183,11 +218,11 @@ def forks(device: pf.Device, context: int, branches: int) -> Iterator[dict[str, 
     }  # fmt: skip
 
 
-def measure(device: pf.Device, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def measure(device: pf.Device, arguments: argparse.Namespace, limits: Limits) -> Iterator[dict[str, Any]]:
     """Every row, one after another."""
     yield from overheads(device, arguments.budget / 3)
     yield from forks(device, arguments.fork_context, arguments.branches)
-    yield from attention(device, arguments.contexts, arguments.budget)
+    yield from attention(device, arguments.contexts, arguments.budget, limits)
     for name in arguments.formats:
         yield from linear(device, name, arguments.width, arguments.rows, arguments.budget, arguments.megabytes)
 
@@ -199,7 +234,9 @@ def show(row: dict[str, Any], limit: dict[str, float]) -> None:
     name += f", {row['context']} tokens before" if "context" in row else ""
     cells = [name, f"{row['us']:,.1f}"]
     if "gb_s" in row:
-        cells.append(f"{row['gb_s']:.1f} ({row['gb_s'] / limit['read_gb_s']:.0%})")
+        read = row.get("read_gb_s", limit["read_gb_s"])
+        note = f" of {read:.1f}" if "read_gb_s" in row else ""
+        cells.append(f"{row['gb_s']:.1f} ({row['gb_s'] / read:.0%}{note})")
         share = f" ({row['gop_s'] / limit['dot16_gop_s']:.0%})" if limit["dot16_gop_s"] else ""
         cells.append(f"{row['gop_s']:.0f}{share}")
     elif "new_pages" in row:
@@ -227,7 +264,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure, print, and give the numbers."""
     results: dict[str, Any] = {"limits": {}, "kernels": {}}
     for threads in arguments.threads:
-        limit = limits(threads, 4 * arguments.megabytes)
+        limits = Limits(threads, 4 * arguments.megabytes)
+        limit = limits.measure()
         results["limits"][threads] = limit
         print(
             f"\n{threads} threads: this machine reads {limit['read_gb_s']:.1f} GB/s, multiplies "
@@ -236,7 +274,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         print("| function | µs a call | GB/s (of reading) | GOP/s (of 16-bit dots) |\n|---|---|---|---|")
         with pf.Device(threads=threads) as device:
             rows = []
-            for row in measure(device, arguments):
+            for row in measure(device, arguments, limits):
                 show(row, limit)
                 rows.append(row)
             results["kernels"][threads] = rows

@@ -76,6 +76,25 @@ def test_attention__has_the_same_bits_however_it_is_cut(case: Case) -> None:
         np.testing.assert_array_equal(state.keys(), whole.keys())
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "_"))
+def test_attention__a_token_of_nan_reaches_no_earlier_one(case: Case) -> None:
+    """Nor, behind a window, a later one: rows that go together read the values that each of them sees."""
+    rng = np.random.default_rng(3)
+    weights = case.weights(rng)
+    x = rng.standard_normal((min(sum(case.chunks[0]) + 30, 300), case.hidden)).astype(case.dtype)
+    broken = x.copy()
+    at = len(x) // 2
+    broken[at] = np.nan
+    for name, device in DEVICES.items():
+        if name.startswith("portable") and "3" in name:
+            continue  # a slow path, and threads are not the matter
+        good, bad = run(case, device, [x], weights)[0], run(case, device, [broken], weights)[0]
+        np.testing.assert_array_equal(good[:at], bad[:at], err_msg=name)
+        assert np.isnan(bad[at]).all(), name
+        if window := case.config().sliding_window:
+            np.testing.assert_array_equal(good[at + window :], bad[at + window :], err_msg=name)
+
+
 def test_attention__a_split_over_the_context_has_the_bits_of_the_whole() -> None:
     """One token over 3,000 is split into spans that several threads take; a block of 40 tokens is not."""
     case = Case("split", head_dim=64, query_heads=6, key_value_heads=2)

@@ -105,16 +105,18 @@ LinearTemp linear_temp(const ferrum_launch &launch, unsigned threads);
 bool is_linear(uint32_t kernel);
 uint32_t linear_format(uint32_t kernel);
 
-// Working memory of attention: per thread, for the query rows of a block.
-constexpr uint32_t kStagedKeys = 48;  // keys that are in float32 at a time, or twice as many in half
-constexpr uint32_t kValueTile = 32;   // values
-constexpr uint32_t kAttentionRows = 36;
+// Working memory of attention: per thread, for the query rows of a block. Sizes are in floats.
+constexpr uint32_t kGroupRows = 12;           // rows that go through a span together
+constexpr uint32_t kAttentionRows = 192;      // of a block, where there are many
+constexpr uint32_t kAttentionFloats = 24576;  // of queries, so that they leave room in the second cache
+constexpr uint32_t kCopiedKeys = 96;          // that lie apart from their page, as half
 struct AttentionTemp {
     uint32_t group;         // query heads of a key head
     uint32_t block_tokens;  // query tokens that one work item takes
     uint32_t blocks;
     uint32_t padded_dim;    // head_dim rounded up to whole vectors
-    uint32_t score_stride;  // floats between the rows of scores: a span, and what the last tile may write past it
+    uint32_t score_stride;  // between rows of scores or dims of keys: a span, and what the last tile may write past it
+    uint64_t acc, sums, query, scores, keys, values;
     uint64_t thread_bytes;
 };
 AttentionTemp attention_temp(const ferrum_causal_attention_params &params);

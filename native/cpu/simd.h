@@ -93,12 +93,24 @@ static FERRUM_ALWAYS_INLINE f32x16 operator/(f32x16 a, f32x16 b) {
 }
 // The larger; the second where one is NaN.
 static FERRUM_ALWAYS_INLINE f32x16 max(f32x16 a, f32x16 b) {
+#if defined(__AVX512F__)  // g++ makes a comparison and a choice of it
+    a.part[0] = (FloatRegister)_mm512_max_ps((__m512)a.part[0], (__m512)b.part[0]);
+#elif defined(__AVX2__)
+    FERRUM_EACH(a.part[i] = (FloatRegister)_mm256_max_ps((__m256)a.part[i], (__m256)b.part[i]));
+#else
     FERRUM_EACH(a.part[i] = a.part[i] > b.part[i] ? a.part[i] : b.part[i]);
+#endif
     return a;
 }
 // a where a < b, b elsewhere.
 static FERRUM_ALWAYS_INLINE f32x16 min(f32x16 a, f32x16 b) {
+#if defined(__AVX512F__)
+    a.part[0] = (FloatRegister)_mm512_min_ps((__m512)a.part[0], (__m512)b.part[0]);
+#elif defined(__AVX2__)
+    FERRUM_EACH(a.part[i] = (FloatRegister)_mm256_min_ps((__m256)a.part[i], (__m256)b.part[i]));
+#else
     FERRUM_EACH(a.part[i] = a.part[i] < b.part[i] ? a.part[i] : b.part[i]);
+#endif
     return a;
 }
 static FERRUM_ALWAYS_INLINE i32x16 max(i32x16 a, i32x16 b) {
@@ -549,24 +561,27 @@ static FERRUM_ALWAYS_INLINE void whole_sums(const f32x16 (&v)[8], float *sums) {
 #endif
 }
 
-// e^x within 3 units in the last place (2.74 at most, over all float32): x = n ln 2 + r with |r| <= ln 2 / 2, a
-// polynomial in r, and n into the exponent in two halves, so that results down to the smallest subnormal are reached
-// without a branch.
-static FERRUM_ALWAYS_INLINE f32x16 exp(f32x16 x) {
-    const f32x16 clamped = max(min(x, splat(89.0f)), splat(-104.0f));
+// e^x for x <= 89: x = n ln 2 + r with |r| <= ln 2 / 2, a polynomial in r of the least relative error, and n into the
+// exponent, by one rounding, so that results down to the smallest subnormal are reached without a branch.
+static FERRUM_ALWAYS_INLINE f32x16 exp_below(f32x16 x) {
+    const f32x16 clamped = max(x, splat(-104.0f));
     const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding and subtracting it rounds to an integer
     const f32x16 shifted = fma(clamped, splat(1.44269504088896341f), magic);
     const f32x16 n = shifted - magic;
     f32x16 r = fma(n, splat(-0.693145751953125f), clamped);
     r = fma(n, splat(-1.42860682030941723e-6f), r);
-    f32x16 p = splat(1.0f / 720);
-    p = fma(p, r, splat(1.0f / 120));
-    p = fma(p, r, splat(1.0f / 24));
-    p = fma(p, r, splat(1.0f / 6));
-    p = fma(p, r, splat(0.5f));
+    f32x16 p = splat(0.00831268448382616f);
+    p = fma(p, r, splat(0.04189018905162811f));
+    p = fma(p, r, splat(0.16667112708091736f));
+    p = fma(p, r, splat(0.499992311000824f));
     p = fma(p, r, splat(1.0f));
     p = fma(p, r, splat(1.0f));
-    FERRUM_EACH({
+#if defined(__AVX512F__)
+    const __m512 nan = (__m512)x.part[0];  // NaN stays NaN
+    p.part[0] = (FloatRegister)_mm512_mask_scalef_ps(nan, _mm512_cmp_ps_mask(nan, nan, _CMP_ORD_Q), (__m512)p.part[0],
+                                                     (__m512)n.part[0]);
+#else
+    FERRUM_EACH({  // two factors, since 2^n alone may be no normal number; the first product is exact
         IntRegister bits;
         memcpy(&bits, &shifted.part[i], sizeof(bits));
         const IntRegister exponent = bits - 0x4b400000;  // n as an integer
@@ -578,7 +593,12 @@ static FERRUM_ALWAYS_INLINE f32x16 exp(f32x16 x) {
         p.part[i] = p.part[i] * low_scale * high_scale;
         p.part[i] = x.part[i] == x.part[i] ? p.part[i] : x.part[i];  // NaN stays NaN
     });
+#endif
     return p;
+}
+// e^x within 3 units in the last place (2.19 at most, over all float32).
+static FERRUM_ALWAYS_INLINE f32x16 exp(f32x16 x) {
+    return exp_below(min(splat(89.0f), x));
 }
 
 static FERRUM_ALWAYS_INLINE f32x16 sigmoid(f32x16 x) {
