@@ -83,10 +83,11 @@ AttentionTemp attention_temp(const ferrum_causal_attention_params &p) {
     temp.scores = uint64_t(kGroupRows) * temp.score_stride;
     temp.keys = std::max<uint64_t>(temp.score_stride, kCopiedKeys / 2) * temp.padded_dim;
     temp.values = align_up(p.span_tokens, 16) * temp.padded_dim;
-    // For blocks as large as they get, whatever the spans: launches that come again at other positions keep their place.
-    temp.thread_bytes = align_up(4 * (2 * most * temp.padded_dim + 16 + 2 * (align_up(most, 16) + 16) + temp.scores +
-                                      temp.keys + temp.values),
-                                 64);
+    // For blocks as large as they get, whatever the spans: launches that come again at other positions keep their
+    // place.
+    temp.thread_bytes = align_up(
+        4 * (2 * most * temp.padded_dim + 16 + 2 * (align_up(most, 16) + 16) + temp.scores + temp.keys + temp.values),
+        64);
     return temp;
 }
 
