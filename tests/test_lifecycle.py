@@ -207,6 +207,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 model = pf.load(sys.argv[1])
 tokens = np.arange(60000) % 97
 state, _ = model.forward(model.init_state(), tokens[:700])
+model.forward(state, tokens[:1500], last_only=True)  # a model keeps what it has recorded
 expected = np.asarray(model.forward(state, [5])[1])
 gc.collect()
 before, pages = _native.debug_counts(), pf.arena_stats()["used_pages"]

@@ -140,7 +140,8 @@ Call run(Attention *attention, const ferrum_attention_weights &weights, uint32_t
         call.outputs.push_back(Recorder::allocate(device, (packed ? total : tokens[i]) * shape.hidden_size * element));
     Recorder *recorder = Recorder::on(device);
     if (recorder && !recorder->runs) {
-        call.states = device->arena().append(kOp, states, new_tokens).states;
+        // Their names: a run has the pages, and the lengths.
+        for (const State *state : states) call.states.push_back(device->arena().empty(device, state->layout));
         recorder->attention(attention, request, weights, states, xs, call.states, call.outputs);
         return call;
     }

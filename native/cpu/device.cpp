@@ -266,7 +266,7 @@ struct Compiled {
 // A submission with its buffers resolved and its temporary memory laid out.
 struct Launches : Job {
     Launches(Submission &&submission, const InstructionSet &set, unsigned threads)
-        : Job(unsigned(submission.launches.size()) * kLoopsPerLaunch),
+        : Job(unsigned(submission.launches.size()) * kLoopsPerLaunch, threads),
           work(std::move(submission)),
           kernels(set.kernels),
           calls(work.launches.size()) {
@@ -325,6 +325,7 @@ struct Launches : Job {
             calls[i].before = &calls[i - 1];
             calls[i - 1].row_function = function;
         }
+        find_next();
         if (work.list) remember();
     }
     void remember() const {
@@ -361,9 +362,26 @@ struct Launches : Job {
             if (call.row_function) continue;
             if (call.launch->barrier) worker.barrier();
             kernels[call.launch->kernel](call, worker);
+            // The start of this thread's share of the next matrix is on its way while the thread waits for others.
+            if (!call.next_packed) continue;
+            const uint8_t *start = call.next_packed + worker.share(call.next_tiles) * call.next_tile_bytes;
+            for (uint64_t at = 0; at < kStreamAhead; at += 64) __builtin_prefetch(start + at);
         }
     }
-
+    void find_next() {
+        const Call *next = nullptr;
+        for (size_t i = calls.size(); i-- > 0;) {
+            Call &call = calls[i];
+            if (next) {
+                const auto &p = next->params<ferrum_linear_params>();
+                call.next_packed = next->packed;
+                call.next_tiles = div_up(div_up(p.out_features, kGroupOutputs), kMostTileGroups);
+                call.next_tile_bytes = uint32_t(
+                    kMostTileGroups * packed_bytes(linear_format(next->launch->kernel), kGroupOutputs, p.in_features));
+            }
+            if (call.packed && call.params<ferrum_linear_params>().rows <= FERRUM_FEW_ROWS) next = &call;
+        }
+    }
     // The weights that a pass of a few rows reads first, for the next token's pass.
     bool warm_up(Cursor &at) override {
         constexpr uint64_t kPiece = 4096, kMost = 8 << 20;  // what the caches keep until then
@@ -388,8 +406,8 @@ struct Launches : Job {
 };
 
 struct PackingJob : Job {
-    PackingJob(const Packing &packing, void (*pack)(const Packing &, uint64_t))
-        : Job(1), packing(packing), pack(pack) {}
+    PackingJob(const Packing &packing, void (*pack)(const Packing &, uint64_t), unsigned threads)
+        : Job(1, threads), packing(packing), pack(pack) {}
     void run(Worker &worker) override {
         worker.for_each(div_up(packing.rows, kGroupOutputs), 8, [&](uint64_t group) { pack(packing, group); });
     }
@@ -453,7 +471,7 @@ class CpuDevice : public Device {
         pool_->run(std::make_shared<PackingJob>(
             Packing{static_cast<const uint8_t *>(buffer->host()) + weight.offset, rows, width,
                     width / info.block_elements * info.block_bytes, weight.format, copy.data},
-            set_.pack));
+            set_.pack, pool_->threads()));
         buffer->keep_prepared(weight.offset, std::move(copy));
         return bytes;
     }

@@ -30,6 +30,10 @@ struct Call {
     uint64_t temp_offset;   // where in the device's temporary memory that is
     bool temp_is_ready;     // an earlier launch of this barrier group already put the same input there
     unsigned threads;
+    // The prepared matrix that the next linear launch of a few rows reads, or NULL; its tiles of groups, which threads
+    // share, and their size.
+    const uint8_t *next_packed;
+    uint32_t next_tiles, next_tile_bytes;
     // A launch whose output is this one's input, row for row, and that this one runs, each row right before it reads
     // it; and the function of a launch that is run so.
     const Call *before;
@@ -100,7 +104,8 @@ struct LinearTemp {
     bool fixed_point;
 };
 constexpr uint64_t kBlockSumsBytes = 16;
-constexpr uint32_t kMostTileGroups = 2;  // groups of sixteen outputs that a tile takes
+constexpr uint32_t kMostTileGroups = 2;  // groups of sixteen outputs that a tile takes, and threads share
+constexpr uint64_t kStreamAhead = 8192;  // bytes of weights that are fetched ahead where rows are few
 LinearTemp linear_temp(const ferrum_launch &launch, unsigned threads);
 bool is_linear(uint32_t kernel);
 uint32_t linear_format(uint32_t kernel);

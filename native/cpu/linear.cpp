@@ -26,7 +26,6 @@ static_assert(kTileGroups <= kMostTileGroups);
 constexpr uint64_t kItemRows = 96;      // rows of a work item
 constexpr uint32_t kScaledBlocks = 4;   // of activations, that share a scale
 constexpr int kStreamRows = 4;          // up to so many, one group at a time: their pace is memory's
-constexpr uint64_t kAhead = 8192;       // bytes fetched ahead of them
 constexpr uint64_t kPanelAhead = 2048;  // and of a panel
 
 FERRUM_NOINLINE void store_output(const Call &call, uint64_t row, uint32_t group, f32x16 value) {
@@ -136,7 +135,7 @@ void multiply_stream(const Call &call, FixedPoint x, uint64_t row, const uint8_t
     for (uint32_t b = 0; b < blocks; b++, x = x.at(1, 0)) {
         f32x16 scale[P::groups], min;
         FERRUM_UNROLL for (uint64_t i = 0; i < P::block_bytes; i += 64)
-            __builtin_prefetch(packed + P::block_at(b) + kAhead + i);
+            __builtin_prefetch(packed + P::block_at(b) + kStreamAhead + i);
         weights.block_scales(b, scale, min);
         if constexpr (F::has_min)
             FERRUM_UNROLL for (int r = 0; r < kRows; r++) scaled[r] = fma(min, splat(x.sums[r].sum), scaled[r]);
@@ -248,7 +247,7 @@ void multiply_stream(const Call &call, Floats x, uint64_t row, const uint8_t *pa
         const uint32_t count = width - first < 32 ? width - first : 32;
         constexpr uint64_t kBlockBytes = 32 * kOutputs * sizeof(*weights);
         for (uint64_t i = 0; i < kBlockBytes; i += 64)
-            __builtin_prefetch((const uint8_t *)(weights + (uint64_t)first * kOutputs) + kAhead + i);
+            __builtin_prefetch((const uint8_t *)(weights + (uint64_t)first * kOutputs) + kStreamAhead + i);
         f32x16 part[kRows];
         FERRUM_UNROLL for (int r = 0; r < kRows; r++) part[r] = splat(0.0f);
         for (uint32_t k = 0; k < count; k++) {
@@ -378,16 +377,15 @@ void multiply_groups(const Call &call, const X &x, uint64_t row, uint32_t group,
 template <class F, class ItemOf>
 void multiply(const Call &call, Worker &worker, const LinearTemp &temp, ItemOf &&item_of) {
     const auto &p = call.params<ferrum_linear_params>();
-    const uint32_t groups = (p.out_features + kOutputs - 1) / kOutputs,
-                   tiles = (groups + kTileGroups - 1) / kTileGroups;
+    const uint32_t groups = (p.out_features + kOutputs - 1) / kOutputs, tiles = div_up(groups, kMostTileGroups);
     const uint64_t row_items = (p.rows + kItemRows - 1) / kItemRows;
     uint8_t *own = call.temp + temp.groups + worker.index() * temp.thread_bytes;
-    worker.for_ranges(tiles * row_items, 1, [&](uint64_t begin, uint64_t end) {
+    worker.for_ranges(tiles * row_items, [&](uint64_t begin, uint64_t end) {
         while (begin < end) {
             const uint64_t row = begin / tiles * kItemRows, tile = begin % tiles;
             const uint64_t count = end - begin < tiles - tile ? end - begin : tiles - tile;
-            const uint32_t last = (uint32_t)(tile + count) * kTileGroups;
-            multiply_groups<F>(call, item_of(row), row, (uint32_t)tile * kTileGroups, last < groups ? last : groups,
+            const uint32_t last = (uint32_t)(tile + count) * kMostTileGroups;
+            multiply_groups<F>(call, item_of(row), row, (uint32_t)tile * kMostTileGroups, last < groups ? last : groups,
                                own);
             begin += count;
         }

@@ -2,8 +2,6 @@
 
 #include <sched.h>
 
-#include <algorithm>
-
 namespace ferrum::cpu {
 
 namespace {
@@ -24,7 +22,7 @@ constexpr int kSpinsBeforeSleep = 4000;
 }  // namespace
 
 bool Worker::take(uint64_t n, uint64_t grain, uint64_t &begin, uint64_t &end) {
-    std::atomic<uint64_t> &next = job_.next[loop_].value;
+    std::atomic<uint64_t> &next = job_.taken(loop_, 0);
     if (next.load(std::memory_order_relaxed) >= n) return false;
     begin = next.fetch_add(grain, std::memory_order_relaxed);
     if (begin >= n) return false;
@@ -32,25 +30,33 @@ bool Worker::take(uint64_t n, uint64_t grain, uint64_t &begin, uint64_t &end) {
     return true;
 }
 
-bool Worker::take_range(uint64_t n, uint64_t least, uint64_t &begin, uint64_t &end) {
-    std::atomic<uint64_t> &next = job_.next[loop_].value;
-    begin = next.load(std::memory_order_relaxed);
-    do {
-        if (begin >= n) return false;
-        end = begin + std::max(least, (n - begin) / (2 * threads_));
-        if (end > n) end = n;
-    } while (!next.compare_exchange_weak(begin, end, std::memory_order_relaxed));
-    return true;
+// Of a share, always the same part of what is left: long ranges first, short ones when others may want to help.
+bool Worker::take_range(uint64_t n, uint64_t &begin, uint64_t &end) {
+    for (unsigned i = 0; i < threads_; i++) {
+        const unsigned owner = index_ + i < threads_ ? index_ + i : index_ + i - threads_;
+        const uint64_t first = n * owner / threads_, count = n * (owner + 1) / threads_ - first;
+        std::atomic<uint64_t> &taken = job_.taken(loop_, owner);
+        for (uint64_t at = taken.load(std::memory_order_relaxed); at < count;) {
+            const uint64_t range = (count - at + 3) / 4;
+            if (!taken.compare_exchange_weak(at, at + range, std::memory_order_relaxed)) continue;
+            begin = first + at;
+            end = begin + range;
+            return true;
+        }
+    }
+    return false;
 }
 
-void Worker::finish(uint64_t items) {
-    job_.done.value.fetch_add(items, std::memory_order_release);
+void Worker::close(uint64_t n, uint64_t done) {
+    if (done) job_.done.fetch_add(done, std::memory_order_release);
+    opened_ += n;
+    loop_++;
 }
 
 // Items behind a barrier start only when all before it are done: so "at least as many as were opened" means all of
 // them.
 void Worker::barrier() {
-    for (int i = 0; job_.done.value.load(std::memory_order_acquire) < opened_; i++) {
+    for (int i = 0; job_.done.load(std::memory_order_acquire) < opened_; i++) {
         if (i < kSpinsBeforeYield)
             pause();
         else

@@ -18,7 +18,7 @@ namespace ferrum::cpu {
 
 // Work for all threads: subclasses hold everything that `run` reads outside of items.
 struct Job {
-    explicit Job(unsigned loops) : next(loops) {}
+    Job(unsigned loops, unsigned threads) : loops_(loops), taken_(size_t(loops) * threads) {}
     virtual ~Job() = default;
     virtual void run(Worker &worker) = 0;
     // Called again and again by a thread that has left `run` and finds no next job yet: a chance to fetch what a job
@@ -28,11 +28,13 @@ struct Job {
     };
     virtual bool warm_up(Cursor &) { return false; }
 
-    struct alignas(64) Counter {
-        std::atomic<uint64_t> value{0};
-    };
-    std::vector<Counter> next;  // per shared loop, the next item
-    Counter done;               // items done in all loops
+    // Items of a shared loop that threads have taken: in all, or of each thread's share.
+    std::atomic<uint64_t> &taken(unsigned loop, unsigned thread) { return taken_[size_t(thread) * loops_ + loop]; }
+    alignas(64) std::atomic<uint64_t> done{0};  // items done in all loops
+
+   private:
+    const unsigned loops_;
+    std::vector<std::atomic<uint64_t>> taken_;  // thread by thread, who mostly meets its own
 };
 
 class Pool {

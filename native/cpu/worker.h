@@ -19,33 +19,28 @@ class Worker {
     // Runs body(i) for every i in [0, n), shared between the threads; returns when there is nothing left to take.
     template <class Body>
     void for_each(uint64_t n, uint64_t grain, Body &&body) {
-        for (uint64_t begin, end; take(n, grain, begin, end);) {
+        uint64_t done = 0;
+        for (uint64_t begin, end; take(n, grain, begin, end); done += end - begin)
             for (uint64_t i = begin; i < end; i++) body(i);
-            finish(end - begin);
-        }
-        close(n);
+        close(n, done);
     }
-    // The same by ranges, body(begin, end): long ones first, then ever shorter ones, down to `least`, so that threads
-    // end together though they seldom ask. For items of equal cost.
+    // The same by ranges, body(begin, end), for items of equal cost that lie one behind another in memory: each thread
+    // goes through its own share, from its start on, and then helps others with theirs.
     template <class Body>
-    void for_ranges(uint64_t n, uint64_t least, Body &&body) {
-        for (uint64_t begin, end; take_range(n, least, begin, end);) {
-            body(begin, end);
-            finish(end - begin);
-        }
-        close(n);
+    void for_ranges(uint64_t n, Body &&body) {
+        uint64_t done = 0;
+        for (uint64_t begin, end; take_range(n, begin, end); done += end - begin) body(begin, end);
+        close(n, done);
     }
+    // Where this thread's share of n items starts.
+    uint64_t share(uint64_t n) const { return n * index_ / threads_; }
     // Waits until every item of every loop so far is done.
     void barrier();
 
    private:
     bool take(uint64_t n, uint64_t grain, uint64_t &begin, uint64_t &end);
-    bool take_range(uint64_t n, uint64_t least, uint64_t &begin, uint64_t &end);
-    void finish(uint64_t items);
-    void close(uint64_t n) {
-        opened_ += n;
-        loop_++;
-    }
+    bool take_range(uint64_t n, uint64_t &begin, uint64_t &end);
+    void close(uint64_t n, uint64_t done);
 
     Job &job_;
     unsigned index_, threads_;
