@@ -22,7 +22,7 @@ from pyferrum.jit import PROGRAMS, Program, record, recording
 from pyferrum.models import llama
 from pyferrum.state import KVState, init_state
 
-PREFILL_CHUNK = 512
+PREFILL_CHUNK = 256
 """Tokens of a sequence that go through the layers in one go. Results do not depend on it, bit for bit; Ctrl-C, memory
 and the first progress report do."""
 
