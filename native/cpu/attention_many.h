@@ -4,6 +4,7 @@
 #pragma once
 
 #include "causal_attention.h"
+#include "simd_integers.h"
 
 namespace ferrum::cpu::FERRUM_CPU_ISA {
 

@@ -10,7 +10,7 @@
 //   decode     block `b` (of 32) of a row
 #pragma once
 
-#include "simd.h"
+#include "simd_integers.h"
 
 namespace ferrum::cpu::FERRUM_CPU_ISA {
 

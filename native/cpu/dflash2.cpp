@@ -3,7 +3,7 @@
 
 #include "../include/ferrum_kv_layout.h"
 #include "kernels.h"
-#include "simd.h"
+#include "simd_math.h"
 
 namespace ferrum::cpu::FERRUM_CPU_ISA {
 

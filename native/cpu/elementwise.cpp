@@ -1,6 +1,7 @@
 // Norms, residuals, SwiGLU and embeddings.
 #include "blocks.h"
 #include "kernels.h"
+#include "simd_math.h"
 
 namespace ferrum::cpu::FERRUM_CPU_ISA {
 

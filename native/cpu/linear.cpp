@@ -16,6 +16,7 @@
 // the first-level cache, and so does the panel.
 #include "kernels.h"
 #include "packed.h"
+#include "simd_math.h"
 
 namespace ferrum::cpu::FERRUM_CPU_ISA {
 
@@ -26,7 +27,7 @@ static_assert(kTileGroups <= kMostTileGroups);
 constexpr uint64_t kItemRows = 144;     // rows of a work item
 constexpr uint32_t kScaledBlocks = 4;   // of activations, that share a scale
 constexpr int kStreamRows = 4;          // up to so many, one group at a time: their pace is memory's
-constexpr uint64_t kPanelAhead = 5120;  // and of a panel
+constexpr uint64_t kPanelAhead = 5120;  // bytes of weights that are fetched ahead of a panel
 
 FERRUM_NOINLINE void store_output(const Call &call, uint64_t row, uint32_t group, f32x16 value) {
     const auto &p = call.params<ferrum_linear_params>();

@@ -2,7 +2,7 @@
 #include <math.h>
 
 #include "kernels.h"
-#include "simd.h"
+#include "simd_math.h"
 
 namespace ferrum::cpu::FERRUM_CPU_ISA {
 
