@@ -94,9 +94,8 @@ FERRUM_KERNELS(FERRUM_KERNEL_FUNCTION)
 
 // ---- Temporary memory of a launch
 
-// Activations as the linear kernels multiply them: 16-bit fixed point per block of 32 for block formats, float32 for
-// dense ones. And per thread, room for the groups of an item whose weights come unprepared, and for a 16-bit format's
-// in float32.
+// Activations as the linear kernels multiply them: 16-bit fixed point for block formats, float32 for dense ones. And
+// per thread, room for the groups of a tile whose weights come unprepared.
 struct LinearTemp {
     uint64_t values, sums, groups, bytes;
     uint64_t thread_bytes;

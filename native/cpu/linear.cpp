@@ -3,7 +3,7 @@
 // Block formats. Each activation row is first turned into 16-bit fixed point, 128 elements at a time by the power of
 // two that makes their largest magnitude fit: an element within 1/16 of that largest is kept exactly, as float16 has 11
 // bits, and others to 2^-15 of it. Then a block's products and their sum are integers, exact, whatever the order; what
-// is left in float is one multiply-add a block for its scale, one for its minimum, and one for the scale of four
+// is left in float is a multiply-add for each scale of a block, one for its minimum, and one for the scale of four
 // blocks, in order. So an output depends on its own row and weights alone: not on how many rows come with it, on
 // threads, on tiles, or on the instruction set.
 //
