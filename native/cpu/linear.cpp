@@ -268,6 +268,8 @@ struct FloatPanel {
     template <class F>
     void unpack(const uint8_t *packed, uint32_t width, uint64_t b, int g) {
         const auto *weights = (const typename F::Element *)packed + b * 32 * kOutputs;
+        for (uint64_t i = 0; i < 32 * kOutputs * sizeof(*weights); i += 64)
+            __builtin_prefetch((const uint8_t *)(weights + kBlocks * 32 * kOutputs) + i);
         const uint32_t count = width - 32 * b < 32 ? width - 32 * b : 32;
         for (uint32_t k = 0; k < count; k++) values[k][g] = load(weights + k * kOutputs);
     }
