@@ -147,12 +147,14 @@ def attention_case(device: pf.Device, context: int, query_heads: int, key_value_
     rng = np.random.default_rng(0)
 
     def weight(*shape: int) -> pf.Array:
-        return pf.array((rng.standard_normal(shape) / 8).astype(np.float16), device=device)
+        made = pf.array((rng.standard_normal(shape) / 8).astype(np.float16), device=device)
+        prepare(made)  # as a loaded model's are
+        return made
 
     wide = query_heads * head_dim
     weights = pf.AttentionWeights(
-        np.ones(hidden, np.float32), weight(wide, hidden), weight(key_value_heads * head_dim, hidden),
-        weight(key_value_heads * head_dim, hidden), weight(hidden, wide),
+        pf.array(np.ones(hidden, np.float32), device=device), weight(wide, hidden),
+        weight(key_value_heads * head_dim, hidden), weight(key_value_heads * head_dim, hidden), weight(hidden, wide),
     )  # fmt: skip
     state = pf.init_state(config, device=device)
     for start in range(0, context, 8192):

@@ -59,14 +59,6 @@ struct Block {
     }
 };
 
-// Calls body(Constant<rows>, first) for rows [first, end), as many as kMost at a time.
-template <int kMost, class Body>
-FERRUM_ALWAYS_INLINE void in_groups(uint32_t first, uint32_t end, Body &&body) {
-    for (; first + kMost <= end; first += kMost) body(Constant<kMost>(), first);
-    if constexpr (kMost > 1)
-        if (first < end) in_groups<kMost - 1>(first, end, body);
-}
-
 // cap * tanh(x / cap) = cap * (1 - 2 / (e^(2 x / cap) + 1))
 FERRUM_ALWAYS_INLINE f32x16 soft_cap(f32x16 score, float cap) {
     const f32x16 e = exp(score * splat(2.0f / cap));

@@ -88,7 +88,7 @@ struct FixedPoint {
 };
 
 void to_fixed_point(const half *x, uint32_t width, FixedPoint to) {
-    const f32x16 magic = splat(12582912.0f);  // rounds to nearest even, see simd.h
+    const f32x16 magic = splat(12582912.0f);  // rounds to nearest even, see simd_math.h
     for (uint32_t left = width / 32; left;) {
         const uint32_t blocks = left < kScaledBlocks ? left : kScaledBlocks;
         constexpr int kHalves = 2 * kScaledBlocks;
@@ -307,18 +307,10 @@ struct Form<F, true> {
     using Panel = FloatPanel;
 };
 
-// Calls body(Constant<rows>, first) for rows [first, end), kMost at a time and then what is left.
-template <int kMost, class Body>
-FERRUM_ALWAYS_INLINE void in_tiles(uint64_t first, uint64_t end, Body &&body) {
-    for (; first + kMost <= end; first += kMost) body(Constant<kMost>(), first);
-    if constexpr (kMost > 1)
-        if (first < end) in_tiles<kMost - 1>(first, end, body);
-}
-
 // `count` blocks of a panel against all rows of an item; `x` starts at the first of them.
 template <class Panel, class X>
 FERRUM_NOINLINE void multiply_panel(const Panel *panel, uint32_t count, uint32_t width, X x, const Sums &sums) {
-    in_tiles<Panel::kRows>(0, x.rows, [&](auto rows, uint64_t row) __attribute__((always_inline)) {
+    in_groups<Panel::kRows>(0, x.rows, [&](auto rows, uint64_t row) __attribute__((always_inline)) {
         Panel::template multiply<decltype(rows)::value>(panel, count, width, x.at(0, row), sums.at(row));
     });
 }
@@ -332,7 +324,7 @@ void multiply_item(const Call &call, X x, uint64_t begin, const uint8_t *packed,
     const uint64_t group_bytes = packed_group_bytes<F>(width);
     if (x.rows <= kStreamRows) {
         for (; group < last; group++, packed += group_bytes)
-            in_tiles<kStreamRows>(0, x.rows, [&](auto rows, uint64_t row) {
+            in_groups<kStreamRows>(0, x.rows, [&](auto rows, uint64_t row) {
                 multiply_stream<F, decltype(rows)::value>(call, x.at(0, row), begin + row, packed, group);
             });
         return;

@@ -50,6 +50,14 @@ struct Constant {
     static constexpr int value = kValue;
 };
 
+// Calls body(Constant<count>, first) for [first, end), kMost at a time, and then what is left at once.
+template <int kMost, class Body>
+static FERRUM_ALWAYS_INLINE void in_groups(uint64_t first, uint64_t end, Body &&body) {
+    for (; first + kMost <= end; first += kMost) body(Constant<kMost>(), first);
+    if constexpr (kMost > 1)
+        if (first < end) in_groups<kMost - 1>(first, end, body);
+}
+
 #define FERRUM_EACH(...) FERRUM_UNROLL for (int i = 0; i < kParts; i++) __VA_ARGS__
 
 static FERRUM_ALWAYS_INLINE f32x16 load(const float *from) {
