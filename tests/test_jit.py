@@ -13,6 +13,7 @@ import pytest
 
 import pyferrum as pf
 from pyferrum import _native
+from pyferrum.jit import record
 from pyferrum.models import llama
 from tests import tiny
 from tests.conftest import settled_counts
@@ -308,6 +309,20 @@ def test_nested__is_part_of_the_recording(no_leaks: None) -> None:
     for seed in range(3):
         jitted(f16(2, seed=seed))
     assert (_native.debug_counts()["programs"] - before, len(runs) - count) == (1, 2)
+
+
+def test_record__without_running_claims_no_page_and_makes_the_same_program(no_leaks: None) -> None:
+    weights, state, x = tiny.layer(PAGED), grown(7, PAGED), f32(2)  # two tokens more take a page
+
+    def function(arrays: list[Any], states: list[pf.KVState]) -> Any:
+        new, y = pf.causal_attention(states[0], arrays[0], weights)
+        return [pf.residual_add(y, pf.rms_norm(y, NORM))], [new]
+
+    before = pf.arena_stats()["allocated_pages"]
+    program = record(pf.default_device(), function, [x], [state], run=False)[0]
+    assert pf.arena_stats()["allocated_pages"] == before
+    made, expected = program.run([x], [state]), function([x], [state])
+    assert bits(made) == bits(expected)
 
 
 def test_model__inside_is_part_of_the_recording(tmp_path: Any, no_leaks: None) -> None:

@@ -85,6 +85,30 @@ def test_model__last_only_is_the_last_row(model: pf.Model, logits: np.ndarray) -
         np.testing.assert_array_equal(np.asarray(last)[0], logits[39])
 
 
+@pytest.mark.parametrize("chunk", [512, 7])
+def test_model__last_only_of_sequences_that_end_at_different_times(
+    model: pf.Model, logits: np.ndarray, chunk: int
+) -> None:
+    lengths = [30, 9, 21]
+    states, last = model.forward([model.init_state()] * 3, [TOKENS[:n] for n in lengths], last_only=True, chunk=chunk)
+    assert [state.length for state in states] == lengths
+    for n, row in zip(lengths, last, strict=True):
+        np.testing.assert_array_equal(row, logits[n - 1 : n])
+    _, after = model.forward(states, [TOKENS[n : n + 1] for n in lengths])  # the other rows' keys and values are there
+    for n, row in zip(lengths, after, strict=True):
+        np.testing.assert_array_equal(row, logits[n : n + 1])
+
+
+def test_model__a_tap_of_the_last_layer_has_every_row(model: pf.Model, logits: np.ndarray) -> None:
+    tapped: list[dict[int, Any]] = [{29: None}, {29: None}]
+    for taps, last_only in zip(tapped, (False, True), strict=True):
+        _, scores = model.forward([model.init_state()] * 2, [TOKENS[:9], TOKENS[:4]], last_only=last_only, taps=taps)
+        np.testing.assert_array_equal(np.asarray(scores[0])[-1], logits[8])
+    for n, all_rows, last_rows in zip((9, 4), tapped[0][29], tapped[1][29], strict=True):
+        assert all_rows.shape == (n, model.config.hidden_size)
+        np.testing.assert_array_equal(all_rows, last_rows)
+
+
 def test_model__a_fork_continues_as_a_fresh_prefill_does(model: pf.Model, logits: np.ndarray) -> None:
     shared, _ = model.forward(model.init_state(), TOKENS[:100])
     for _ in range(2):

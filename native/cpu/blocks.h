@@ -59,7 +59,7 @@ struct q4_0 : legacy {
     static FERRUM_ALWAYS_INLINE void decode(const uint8_t *row, uint64_t b, Quants &out) {
         const uint8_t *at = row + b * 18;
         out.scale = half_at(at);
-        out.q = widen_unsigned(nibbles(at + 2));
+        out.q = widen<uint8_t>(nibbles(at + 2));
     }
 };
 
@@ -70,7 +70,7 @@ struct q4_1 : legacy {
         const uint8_t *at = row + b * 20;
         out.scale = half_at(at);
         out.min = half_at(at + 2);
-        out.q = widen_unsigned(nibbles(at + 4));
+        out.q = widen<uint8_t>(nibbles(at + 4));
     }
 };
 
@@ -80,7 +80,7 @@ struct q5_0 : legacy {
     static FERRUM_ALWAYS_INLINE void decode(const uint8_t *row, uint64_t b, Quants &out) {
         const uint8_t *at = row + b * 22;
         out.scale = half_at(at);
-        out.q = widen_unsigned(nibbles(at + 6) | fifth_bits(at + 2));
+        out.q = widen<uint8_t>(nibbles(at + 6) | fifth_bits(at + 2));
     }
 };
 
@@ -91,7 +91,7 @@ struct q5_1 : legacy {
         const uint8_t *at = row + b * 24;
         out.scale = half_at(at);
         out.min = half_at(at + 2);
-        out.q = widen_unsigned(nibbles(at + 8) | fifth_bits(at + 4));
+        out.q = widen<uint8_t>(nibbles(at + 8) | fifth_bits(at + 4));
     }
 };
 
@@ -101,7 +101,7 @@ struct q8_0 : legacy {
     static FERRUM_ALWAYS_INLINE void decode(const uint8_t *row, uint64_t b, Quants &out) {
         const uint8_t *at = row + b * 34;
         out.scale = half_at(at);
-        out.q = widen_signed(load_bytes(at + 2));
+        out.q = widen<int8_t>(load_bytes(at + 2));
     }
 };
 
@@ -126,7 +126,7 @@ struct q4_k {
         const uint8_t *at = row + b / 8 * 144;
         const int j = b % 8;
         k_scale(at, j, out);
-        out.q = widen_unsigned(shift_and_mask(load_bytes(at + 16 + 32 * (j / 2)), 4 * (j % 2), 15));
+        out.q = widen<uint8_t>(shift_and_mask(load_bytes(at + 16 + 32 * (j / 2)), 4 * (j % 2), 15));
     }
 };
 
@@ -138,7 +138,7 @@ struct q5_k {
         const int j = b % 8;
         k_scale(at, j, out);
         const u8x32 fifth = shift_and_mask(load_bytes(at + 16), j, 1) * 16;
-        out.q = widen_unsigned(shift_and_mask(load_bytes(at + 48 + 32 * (j / 2)), 4 * (j % 2), 15) | fifth);
+        out.q = widen<uint8_t>(shift_and_mask(load_bytes(at + 48 + 32 * (j / 2)), 4 * (j % 2), 15) | fifth);
     }
 };
 
@@ -150,7 +150,7 @@ struct q6_k {
         const int j = b % 8, part = j % 4;  // four blocks of 32 a half
         const u8x32 low = shift_and_mask(load_bytes(at + 64 * (j / 4) + 32 * (part % 2)), 4 * (part / 2), 15);
         const u8x32 high = shift_and_mask(load_bytes(at + 128 + 32 * (j / 4)), 2 * part, 3) * 16;
-        out.q = widen_unsigned(low | high);
+        out.q = widen<uint8_t>(low | high);
         out.scale = half_at(at + 208);
         for (int g = 0; g < 2; g++) out.small_scale[g] = at[192 + 2 * j + g];  // signed
     }

@@ -21,12 +21,7 @@ void prepare_head(const Params &p, const half *raw, const void *norm, bool norm_
     for (uint32_t i = 0; i < p.head_dim; i += kLanes)
         store_up_to(out + i, load_up_to(raw + i, p.head_dim - i), p.head_dim - i);
     if (norm) {
-        f32x16 squares = splat(0.0f);
-        for (uint32_t i = 0; i < p.head_dim; i += kLanes) {
-            const f32x16 v = load_up_to(out + i, p.head_dim - i);
-            squares = fma(v, v, squares);
-        }
-        const f32x16 scale = splat(1.0f / __builtin_sqrtf(sum(squares) / (float)p.head_dim + p.epsilon));
+        const f32x16 scale = splat(inverse_rms(out, p.head_dim, p.epsilon));
         for (uint32_t i = 0; i < p.head_dim; i += kLanes) {
             const uint64_t left = p.head_dim - i;
             const f32x16 weight =

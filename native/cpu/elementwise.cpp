@@ -12,12 +12,7 @@ void rms_norm_row(const Call &call, uint64_t row, uint32_t) {
     const auto &p = call.params<ferrum_rms_norm_params>();
     const X *x = call.at<const X>(FERRUM_RMS_NORM_X) + row * p.width;
     half *y = call.at<half>(FERRUM_RMS_NORM_Y) + row * p.output_stride;
-    f32x16 squares = splat(0.0f);
-    for (uint32_t i = 0; i < p.width; i += kLanes) {
-        const f32x16 v = load_up_to(x + i, p.width - i);
-        squares = fma(v, v, squares);
-    }
-    const f32x16 scale = splat(1.0f / __builtin_sqrtf(sum(squares) / (float)p.width + p.epsilon));
+    const f32x16 scale = splat(inverse_rms(x, p.width, p.epsilon));
     for (uint32_t i = 0; i < p.width; i += kLanes) {
         const uint64_t left = p.width - i;
         const f32x16 weight = call.constant(FERRUM_CONSTANT_NORM_F32)

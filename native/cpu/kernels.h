@@ -65,26 +65,18 @@ struct Packing {
 constexpr uint64_t kGroupOutputs = 16;
 uint64_t packed_bytes(uint32_t format, uint64_t rows, uint64_t width);
 
-namespace portable {
-extern const KernelFunction kernels[kernel_count];
-RowFunction row_function(uint32_t kernel);  // NULL: not of that kind
-void pack(const Packing &job, uint64_t group);
-}  // namespace portable
-namespace avx2 {
-extern const KernelFunction kernels[kernel_count];
-RowFunction row_function(uint32_t kernel);
-void pack(const Packing &job, uint64_t group);
-}  // namespace avx2
-namespace avx512 {
-extern const KernelFunction kernels[kernel_count];
-RowFunction row_function(uint32_t kernel);
-void pack(const Packing &job, uint64_t group);
-}  // namespace avx512
-namespace neon {
-extern const KernelFunction kernels[kernel_count];
-RowFunction row_function(uint32_t kernel);
-void pack(const Packing &job, uint64_t group);
-}  // namespace neon
+// What every instruction set has. `row_function`: NULL for kernels that do not work row by row.
+#define FERRUM_INSTRUCTION_SET(name)                   \
+    namespace name {                                   \
+    extern const KernelFunction kernels[kernel_count]; \
+    RowFunction row_function(uint32_t kernel);         \
+    void pack(const Packing &job, uint64_t group);     \
+    }
+FERRUM_INSTRUCTION_SET(portable)
+FERRUM_INSTRUCTION_SET(avx2)
+FERRUM_INSTRUCTION_SET(avx512)
+FERRUM_INSTRUCTION_SET(neon)
+#undef FERRUM_INSTRUCTION_SET
 
 namespace FERRUM_CPU_ISA {
 #define FERRUM_KERNEL_FUNCTION(name) void name(const Call &call, Worker &worker);
@@ -99,7 +91,6 @@ FERRUM_KERNELS(FERRUM_KERNEL_FUNCTION)
 struct LinearTemp {
     uint64_t values, sums, groups, bytes;
     uint64_t thread_bytes;
-    uint64_t group_bytes;
     bool fixed_point;
 };
 constexpr uint64_t kBlockSumsBytes = 16;

@@ -154,6 +154,7 @@ void Launches::merge(size_t i, RowFunction (*row_function)(uint32_t)) {
     }
 }
 
+// For each call, the matrix that a thread will stream next.
 void Launches::find_next() {
     const Call *next = nullptr;
     for (size_t i = calls_.size(); i-- > 0;) {

@@ -59,9 +59,11 @@ struct Packed {
             const uint8_t *factors = group + factors_at(b);
             const f32x16 factor = load((const half *)factors);
             FERRUM_UNROLL for (int g = 0; g < groups; g++) scale[g] =
-                factor * to_float(F::has_min ? unsigned_bytes(at + 16 * g) : signed_bytes(at + 16 * g));
+                factor *
+                to_float(F::has_min ? load_integers<uint8_t>(at + 16 * g) : load_integers<int8_t>(at + 16 * g));
             if constexpr (F::has_min)
-                min = splat(0.0f) - load((const half *)(factors + 32)) * to_float(unsigned_bytes(at + 16 * groups));
+                min = splat(0.0f) -
+                      load((const half *)(factors + 32)) * to_float(load_integers<uint8_t>(at + 16 * groups));
         } else {
             scale[0] = load((const half *)at);
             if constexpr (F::has_min) min = load((const half *)(at + 32));

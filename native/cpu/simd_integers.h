@@ -39,6 +39,8 @@ static FERRUM_ALWAYS_INLINE i32x16 dot_pairs(i32x16 acc, i32x16 a, i32x16 b) {
 typedef uint8_t u8x32 __attribute__((vector_size(32)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
 typedef int16_t ShortRegister __attribute__((vector_size(4 * kRegisterLanes)));
+template <class Byte>
+constexpr bool kIsSigned = (Byte)-1 < 0;
 
 static FERRUM_ALWAYS_INLINE u8x32 load_bytes(const uint8_t *from) {
     u8x32 r;
@@ -49,33 +51,19 @@ static FERRUM_ALWAYS_INLINE u8x32 load_bytes(const uint8_t *from) {
 static FERRUM_ALWAYS_INLINE u8x32 shift_and_mask(u8x32 a, int bits, uint8_t mask) {
     return (u8x32)((u16x16)a >> bits) & mask;
 }
-static FERRUM_ALWAYS_INLINE i32x16 widen_unsigned(u8x32 a) {
+// Of int8_t or uint8_t.
+template <class Byte>
+static FERRUM_ALWAYS_INLINE i32x16 widen(u8x32 a) {
     i32x16 r;
 #if defined(__AVX512BW__)
-    r.part[0] = (IntRegister)_mm512_cvtepu8_epi16((__m256i)a);
+    r.part[0] = (IntRegister)(kIsSigned<Byte> ? _mm512_cvtepi8_epi16((__m256i)a) : _mm512_cvtepu8_epi16((__m256i)a));
 #elif defined(FERRUM_NEON)
     uint8x8_t bytes[4];
     memcpy(bytes, &a, sizeof(bytes));
-    FERRUM_EACH(r.part[i] = (IntRegister)vmovl_u8(bytes[i]));
+    FERRUM_EACH(r.part[i] =
+                    kIsSigned<Byte> ? (IntRegister)vmovl_s8((int8x8_t)bytes[i]) : (IntRegister)vmovl_u8(bytes[i]));
 #else
-    uint8_t bytes[32];
-    memcpy(bytes, &a, 32);
-    int16_t wide[32];
-    for (int i = 0; i < 32; i++) wide[i] = bytes[i];
-    memcpy(&r, wide, sizeof(r));
-#endif
-    return r;
-}
-static FERRUM_ALWAYS_INLINE i32x16 widen_signed(u8x32 a) {
-    i32x16 r;
-#if defined(__AVX512BW__)
-    r.part[0] = (IntRegister)_mm512_cvtepi8_epi16((__m256i)a);
-#elif defined(FERRUM_NEON)
-    int8x8_t bytes[4];
-    memcpy(bytes, &a, sizeof(bytes));
-    FERRUM_EACH(r.part[i] = (IntRegister)vmovl_s8(bytes[i]));
-#else
-    int8_t bytes[32];
+    Byte bytes[32];
     memcpy(bytes, &a, 32);
     int16_t wide[32];
     for (int i = 0; i < 32; i++) wide[i] = bytes[i];
@@ -97,35 +85,18 @@ static FERRUM_ALWAYS_INLINE i32x16 subtract_shorts(i32x16 a, int16_t value) {
     if (value) FERRUM_EACH(a.part[i] = (IntRegister)((ShortRegister)a.part[i] - value));
     return a;
 }
-// Sixteen bytes, an integer a lane.
-static FERRUM_ALWAYS_INLINE i32x16 unsigned_bytes(const uint8_t *from) {
+// Sixteen bytes, int8_t or uint8_t, an integer a lane.
+template <class Byte>
+static FERRUM_ALWAYS_INLINE i32x16 load_integers(const uint8_t *from) {
     i32x16 r;
 #if defined(__AVX512F__)
-    r.part[0] = (IntRegister)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)from));
-#elif defined(FERRUM_NEON)
-    const uint8x16_t bytes = vld1q_u8(from);
-    const uint16x8_t low = vmovl_u8(vget_low_u8(bytes)), high = vmovl_high_u8(bytes);
-    r = {{(IntRegister)vmovl_u16(vget_low_u16(low)), (IntRegister)vmovl_high_u16(low),
-          (IntRegister)vmovl_u16(vget_low_u16(high)), (IntRegister)vmovl_high_u16(high)}};
+    const __m128i bytes = _mm_loadu_si128((const __m128i *)from);
+    r.part[0] = (IntRegister)(kIsSigned<Byte> ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
 #else
+    Byte bytes[kLanes];
+    memcpy(bytes, from, sizeof(bytes));
     int32_t lanes[kLanes];
-    for (int i = 0; i < kLanes; i++) lanes[i] = from[i];
-    r = load(lanes);
-#endif
-    return r;
-}
-static FERRUM_ALWAYS_INLINE i32x16 signed_bytes(const uint8_t *from) {
-    i32x16 r;
-#if defined(__AVX512F__)
-    r.part[0] = (IntRegister)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from));
-#elif defined(FERRUM_NEON)
-    const int8x16_t bytes = vld1q_s8((const int8_t *)from);
-    const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_high_s8(bytes);
-    r = {{(IntRegister)vmovl_s16(vget_low_s16(low)), (IntRegister)vmovl_high_s16(low),
-          (IntRegister)vmovl_s16(vget_low_s16(high)), (IntRegister)vmovl_high_s16(high)}};
-#else
-    int32_t lanes[kLanes];
-    for (int i = 0; i < kLanes; i++) lanes[i] = (int8_t)from[i];
+    for (int i = 0; i < kLanes; i++) lanes[i] = bytes[i];
     r = load(lanes);
 #endif
     return r;

@@ -26,15 +26,6 @@ static FERRUM_ALWAYS_INLINE float sum(f32x16 a) {
 static FERRUM_ALWAYS_INLINE float largest(f32x16 a) {
     return reduce(a, [](auto x, auto y) __attribute__((always_inline)) { return x > y ? x : y; });
 }
-// Integer sums: the order does not matter.
-static FERRUM_ALWAYS_INLINE int32_t sum(i32x16 a) {
-    IntFour fours[4];
-    memcpy(fours, &a, sizeof(a));
-    IntFour four = (fours[0] + fours[1]) + (fours[2] + fours[3]);
-    four = four + FERRUM_SHUFFLE(four, 2, 3, 0, 1);
-    return four[0] + four[1];
-}
-
 static FERRUM_ALWAYS_INLINE int32_t largest(i32x16 a) {
     IntFour fours[4];
     memcpy(fours, &a, sizeof(a));
@@ -43,6 +34,17 @@ static FERRUM_ALWAYS_INLINE int32_t largest(i32x16 a) {
     four = larger(four, FERRUM_SHUFFLE(four, 2, 3, 0, 1));
     return four[0] > four[1] ? four[0] : four[1];
 }
+// 1 / sqrt(mean of squares + epsilon).
+template <class X>
+static FERRUM_ALWAYS_INLINE float inverse_rms(const X *x, uint32_t width, float epsilon) {
+    f32x16 squares = splat(0.0f);
+    for (uint32_t i = 0; i < width; i += kLanes) {
+        const f32x16 v = load_up_to(x + i, width - i);
+        squares = fma(v, v, squares);
+    }
+    return 1.0f / __builtin_sqrtf(sum(squares) / (float)width + epsilon);
+}
+
 // The sum of each of eight vectors of integers below 2^24 in all: exact, in any order.
 static FERRUM_ALWAYS_INLINE void whole_sums(const f32x16 (&v)[8], float *sums) {
 #if defined(__AVX512F__)

@@ -57,8 +57,7 @@ LinearTemp linear_temp(const ferrum_launch &launch, unsigned threads) {
     };
     temp.values = take(rows * align_up(width, 32) * (layout.dense ? 4 : 2));
     temp.sums = take(layout.dense ? 0 : rows * (width / 32) * kBlockSumsBytes);
-    temp.group_bytes = layout.group_bytes(width);
-    temp.thread_bytes = align_up(kMostTileGroups * temp.group_bytes, 64);
+    temp.thread_bytes = align_up(kMostTileGroups * layout.group_bytes(width), 64);
     temp.groups = take(temp.thread_bytes * threads);
     return temp;
 }
@@ -69,25 +68,26 @@ AttentionTemp attention_temp(const ferrum_causal_attention_params &p) {
     temp.padded_dim = uint32_t(align_up(p.head_dim, 16));
     const uint32_t most_rows = std::min(kAttentionRows, kAttentionFloats / temp.padded_dim);
     temp.block_tokens = std::min(p.tokens, std::max(1u, most_rows / temp.group));
-    const uint64_t most = align_up(temp.group * temp.block_tokens, kGroupRows);
+    temp.score_stride = uint32_t(align_up(p.span_tokens, 16)) + 16;
+    temp.scores = uint64_t(kGroupRows) * temp.score_stride;
+    temp.keys = std::max<uint64_t>(temp.score_stride, kCopiedKeys / 2) * temp.padded_dim;
+    temp.values = align_up(p.span_tokens, 16) * temp.padded_dim;
+    auto floats_of_block = [&] {
+        const uint64_t rows = align_up(temp.group * temp.block_tokens, kGroupRows);
+        temp.acc = rows * temp.padded_dim;
+        temp.sums = align_up(rows, 16) + 16;
+        temp.query = rows * temp.padded_dim + 16;
+        return temp.acc + 2 * temp.sums + temp.query + temp.scores + temp.keys + temp.values;
+    };
+    // For blocks as large as they get, whatever the spans: launches that come again at other positions keep their
+    // place.
+    temp.thread_bytes = align_up(4 * floats_of_block(), 64);
     // Smaller blocks, each with a copy of the keys, where there would not be enough for several threads.
     const uint64_t side_by_side = p.key_value_heads * (p.tokens <= FERRUM_FEW_ROWS ? p.spans : 1);
     while (temp.block_tokens * temp.group >= 4 * kGroupRows && div_up(p.tokens, temp.block_tokens) * side_by_side < 8)
         temp.block_tokens = (temp.block_tokens + 1) / 2;
     temp.blocks = uint32_t(div_up(p.tokens, temp.block_tokens));
-    temp.score_stride = uint32_t(align_up(p.span_tokens, 16)) + 16;
-    const uint64_t rows = align_up(temp.group * temp.block_tokens, kGroupRows);
-    temp.acc = rows * temp.padded_dim;
-    temp.sums = align_up(rows, 16) + 16;
-    temp.query = rows * temp.padded_dim + 16;
-    temp.scores = uint64_t(kGroupRows) * temp.score_stride;
-    temp.keys = std::max<uint64_t>(temp.score_stride, kCopiedKeys / 2) * temp.padded_dim;
-    temp.values = align_up(p.span_tokens, 16) * temp.padded_dim;
-    // For blocks as large as they get, whatever the spans: launches that come again at other positions keep their
-    // place.
-    temp.thread_bytes = align_up(
-        4 * (2 * most * temp.padded_dim + 16 + 2 * (align_up(most, 16) + 16) + temp.scores + temp.keys + temp.values),
-        64);
+    floats_of_block();
     return temp;
 }
 
