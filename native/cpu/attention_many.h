@@ -3,7 +3,7 @@
 // [tile of 16 keys][row][16]. So every operand of the inner loops lies at a constant distance from a running pointer.
 #pragma once
 
-#include "causal_attention.h"
+#include "attention_ahead.h"
 #include "simd_integers.h"
 
 namespace ferrum::cpu::FERRUM_CPU_ISA {
@@ -25,28 +25,10 @@ struct Group {
     Range visible[kGroupRows];
     float before[kLanes], now[kLanes];
     Join how[kGroupRows];
-    uint32_t fetched;  // position from which on keys and values are fetched meanwhile, or 0
+    Ahead &ahead;
+    bool fetches;  // one group of a block does
+    const half *take(uint32_t elements) const { return ahead.take(fetches ? elements : 0); }
 };
-
-// What is fetched meanwhile: `step` elements further each time; the same again where there is nothing.
-struct Fetch {
-    const half *at;
-    uint64_t step;
-};
-enum class Part { key, value };
-Fetch fetch_of(const Group &group, Part part, uint32_t offset, uint64_t step) {
-    const Block &block = group.block;
-    const Params &p = block.p;
-    const uint32_t position = group.fetched + offset, slot = position % p.tokens_per_page;
-    if (group.fetched == 0 || position >= p.position_start + p.tokens) return {(const half *)group.query, 0};
-    return {page_of(block.pages, p.tokens_per_page, position) +
-                ferrum_kv_head(p.tokens_per_page, p.head_dim, block.kv_head) +
-                (part == Part::key ? ferrum_kv_key(p.head_dim, slot)
-                                   : ferrum_kv_value(p.tokens_per_page, p.head_dim, slot)),
-            step};
-}
-
-constexpr uint32_t kFetchAhead = 2048;  // elements
 
 // Queries, [group][dim][row]. Stores reach past a group's rows, into the next dim, so dims go in order.
 void lay_out_queries(const Block &block) {
@@ -65,28 +47,19 @@ void lay_out_queries(const Block &block) {
     }
 }
 
-// Keys, [dim][key of the span]. Lanes past a tile's keys are written too: the next tile comes after. Meanwhile their
-// values are fetched.
+// Keys, [dim][key of the span]. Lanes past a tile's keys are written too: the next tile comes after.
 void widen_keys(const Block &block, Range span, Range seen) {
     const Params &p = block.p;
     const uint32_t dim = p.head_dim, stride = block.temp.score_stride;
     for (uint32_t at = seen.begin; at < seen.end;) {
         const uint32_t slot = at % p.tokens_per_page, width = ferrum_kv_tile_width(p.tokens_per_page, slot);
-        const half *page =
-            page_of(block.pages, p.tokens_per_page, at) + ferrum_kv_head(p.tokens_per_page, dim, block.kv_head);
-        const half *from = page + ferrum_kv_key(dim, slot);
-        const half *values = page + ferrum_kv_value(p.tokens_per_page, dim, slot);
+        const half *from = page_of(block.pages, p.tokens_per_page, at) +
+                           ferrum_kv_head(p.tokens_per_page, dim, block.kv_head) + ferrum_kv_key(dim, slot);
         uint32_t tokens = width - slot % FERRUM_KEY_TILE;
         if (seen.end - at < tokens) tokens = seen.end - at;  // keys behind them may not be written yet
         float *to = block.keys + (at - span.begin);
         if (tokens == FERRUM_KEY_TILE)
-            for (uint32_t d = 0; d < dim; d++) {
-                if (d % 2 == 0 && !block.keys_fetched) {
-                    __builtin_prefetch(values + d * FERRUM_KEY_TILE, 0, 2);
-                    __builtin_prefetch(from + d * FERRUM_KEY_TILE + kFetchAhead, 0, 2);
-                }
-                store(to + d * stride, load(from + d * FERRUM_KEY_TILE));
-            }
+            for (uint32_t d = 0; d < dim; d++) store(to + d * stride, load(from + d * FERRUM_KEY_TILE));
         else
             for (uint32_t d = 0; d < dim; d++) store(to + d * stride, load_some(from + d * width, (int)tokens));
         at += tokens;
@@ -119,13 +92,13 @@ void widen_values(const Block &block, Range span, Range seen) {
 // Scores of a few vectors of keys against kRows rows; lanes that no row sees hold anything.
 template <int kRows, int kVectors>
 FERRUM_ALWAYS_INLINE void score_tile(const float *query, const float *keys, uint32_t stride, uint32_t dim,
-                                     float *scores, Fetch fetch) {
+                                     float *scores, const half *next) {
     f32x16 acc[kRows][kVectors];
     FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int v = 0; v < kVectors; v++) acc[r][v] =
         splat(0.0f);
-    for (uint32_t d = 0; d < dim; d++, query += kGroupRows, keys += stride, fetch.at += fetch.step) {
+    for (uint32_t d = 0; d < dim; d++, query += kGroupRows, keys += stride, next += kVectors * kLanes) {
         f32x16 key[kVectors];
-        __builtin_prefetch(fetch.at, 0, 2);
+        __builtin_prefetch(next);
         FERRUM_UNROLL for (int v = 0; v < kVectors; v++) key[v] = load(keys + v * kLanes);
         FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
             const f32x16 q = splat(query[r]);
@@ -145,7 +118,7 @@ void score(const Group &group) {
                 score_tile<decltype(rows)::value, decltype(vectors)::value>(
                     group.query + row, block.keys + tile * kLanes, block.temp.score_stride, block.p.head_dim,
                     block.scores + tile * kScoreTile + row * kLanes,
-                    fetch_of(group, Part::key, tile * kLanes, decltype(vectors)::value * kLanes));
+                    group.take(row == 0 ? block.p.head_dim * decltype(vectors)::value * kLanes : 0));
             });
         });
 }
@@ -210,9 +183,9 @@ FERRUM_ALWAYS_INLINE void weigh_tile(const Group &group, uint32_t row, uint32_t 
         }
         uint32_t end = (j / kLanes + 1) * kLanes;
         if (end > group.all.end) end = group.all.end;
-        Fetch fetch = fetch_of(group, Part::value, j, block.p.head_dim);
-        for (; j < end; j++, weights++, values += padded, fetch.at += fetch.step) {
-            __builtin_prefetch(fetch.at + d, 0, 2);
+        const half *next = group.take(row == 0 ? (end - j) * kVectors * kLanes : 0);
+        for (; j < end; j++, weights++, values += padded, next += kVectors * kLanes) {
+            __builtin_prefetch(next);
             FERRUM_UNROLL for (int v = 0; v < kVectors; v++) value[v] = load(values + v * kLanes);
             FERRUM_UNROLL for (int r = 0; r < kRows; r++) {
                 const f32x16 weight = splat(weights[r * kLanes]);
@@ -234,7 +207,7 @@ void weigh(const Group &group) {
     });
 }
 
-void attend_many(const Block &block, Range span) {
+void attend_many(const Block &block, Range span, Ahead &ahead) {
     const Range seen = block.seen(span);
     widen_keys(block, span, seen);
     widen_values(block, span, seen);
@@ -253,7 +226,8 @@ void attend_many(const Block &block, Range span) {
                     {},
                     {},
                     {},
-                    first == 0 && block.goes_on ? span.end : 0};
+                    ahead,
+                    first == 0};
         for (uint32_t r = 0; r < group.rows; r++) {
             const Range keys = block.visible((first + r) / block.temp.group, span);
             group.visible[r] = {keys.begin - span.begin, keys.end > span.begin ? keys.end - span.begin : 0};

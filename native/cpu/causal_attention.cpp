@@ -7,7 +7,7 @@ namespace ferrum::cpu::FERRUM_CPU_ISA {
 namespace {
 
 Block make_block(const Call &call, const Worker &worker, const AttentionTemp &temp, uint32_t pages_slot,
-                 uint32_t kv_head, uint32_t index, bool keys_fetched, bool goes_on) {
+                 uint32_t kv_head, uint32_t index) {
     static_assert(int(FERRUM_SPLIT_QUERY) == int(FERRUM_ATTENTION_QUERY));
     const auto &p = call.params<Params>();
     const uint32_t first = index * temp.block_tokens;
@@ -31,9 +31,7 @@ Block make_block(const Call &call, const Worker &worker, const AttentionTemp &te
                 take(temp.query),
                 take(temp.scores),
                 take(temp.keys),
-                take(temp.values),
-                keys_fetched,
-                goes_on};
+                take(temp.values)};
     memset(block.total, 0, temp.sums * sizeof(float));
     memset(block.most, 0, temp.sums * sizeof(float));
     if (reads_pages(block))
@@ -43,12 +41,14 @@ Block make_block(const Call &call, const Worker &worker, const AttentionTemp &te
     return block;
 }
 
-// A span that some row of the block sees.
-void attend_span(const Block &block, Range span) {
+// A span, if some row of the block sees it.
+void attend_span(const Block &block, Range span, Ahead &ahead) {
+    const Range seen = block.seen(span);
+    if (seen.begin >= seen.end) return;
     if (reads_pages(block))
-        attend_few(block, span);
+        attend_few(block, span, ahead);
     else
-        attend_many(block, span);
+        attend_many(block, span, ahead);
 }
 
 // context = acc / total, times the sigmoid of the gate.
@@ -65,33 +65,59 @@ void finish_row(const Call &call, uint32_t gate_slot, uint32_t context_slot, uin
     }
 }
 
-// Span `index` of those that the call visits.
-Range span_at(const Params &p, uint32_t index) {
+// `count` spans from number `index` on, of those that the call visits.
+Range span_at(const Params &p, uint32_t index, uint32_t count = 1) {
     const uint32_t begin = (p.first_span + index) * p.span_tokens;
-    return {begin, begin + p.span_tokens};
-}
-bool is_empty(Range range) {
-    return range.begin >= range.end;
+    return {begin, begin + count * p.span_tokens};
 }
 
-// decode and tiles: each block goes through its spans in order.
-void attend(const Call &call, Worker &worker) {
+void finish_rows(const Call &call, const Block &block) {
+    const uint32_t group = block.temp.group;
+    for (uint32_t row = 0; row < block.rows(); row++)
+        finish_row(call, FERRUM_ATTENTION_QUERY_RAW, FERRUM_ATTENTION_CONTEXT, block.first_token + row / group,
+                   block.kv_head * group + row % group, block.acc + row * block.temp.padded_dim, block.total[row]);
+}
+
+// Each block goes through its spans in order.
+void attend_in_order(const Call &call, Worker &worker) {
     const auto &p = call.params<Params>();
     const AttentionTemp temp = attention_temp(p);
     worker.for_each((uint64_t)temp.blocks * p.key_value_heads, 1, [&](uint64_t item) {
         // Of a key head, the longest contexts first, so that no thread is left with one at the end.
         const uint32_t index = temp.blocks - 1 - (uint32_t)(item % temp.blocks);
-        Block block =
-            make_block(call, worker, temp, FERRUM_ATTENTION_PAGES, (uint32_t)(item / temp.blocks), index, false, true);
+        const uint32_t head = (uint32_t)(item / temp.blocks);
+        const Block block = make_block(call, worker, temp, FERRUM_ATTENTION_PAGES, head, index);
+        const uint64_t first = (uint64_t)head * p.spans;
+        const Range seen = block.seen(span_at(p, 0, p.spans));
+        Ahead ahead(p, block.pages, Parts{p.key_value_heads, p.spans, false});
         for (uint32_t span = 0; span < p.spans; span++) {
-            if (is_empty(block.seen(span_at(p, span)))) continue;
-            attend_span(block, span_at(p, span));
-            block.keys_fetched = true;
+            ahead.start(first + span, first + p.spans, seen, !reads_pages(block));
+            attend_span(block, span_at(p, span), ahead);
         }
-        for (uint32_t row = 0; row < block.rows(); row++)
-            finish_row(call, FERRUM_ATTENTION_QUERY_RAW, FERRUM_ATTENTION_CONTEXT, block.first_token + row / temp.group,
-                       block.kv_head * temp.group + row % temp.group, block.acc + row * temp.padded_dim,
-                       block.total[row]);
+        finish_rows(call, block);
+    });
+}
+
+// Spans side by side: finish(block, span) takes what each of them gave.
+template <class Finish>
+void attend_side_by_side(const Call &call, Worker &worker, uint32_t pages_slot, Finish &&finish) {
+    const auto &p = call.params<Params>();
+    const AttentionTemp temp = attention_temp(p);
+    const uint64_t parts = (uint64_t)p.spans * p.key_value_heads, items = temp.blocks * parts;
+    Ahead ahead(p, call.at<const uint64_t>(pages_slot), Parts{p.key_value_heads, p.spans, true});
+    worker.for_ranges(items, [&](uint64_t begin, uint64_t end) {
+        const bool own = begin >= worker.share(items) && begin < worker.share_end(items);
+        for (uint64_t item = begin; item < end; item++) {
+            const uint64_t index = item / parts, part = item % parts;
+            const uint64_t left = (own ? worker.share_end(items) : end) - item;
+            const uint32_t span = (uint32_t)(part / p.key_value_heads);
+            const Block block =
+                make_block(call, worker, temp, pages_slot, (uint32_t)(part % p.key_value_heads), (uint32_t)index);
+            ahead.start(part, left < parts - part ? part + left : parts, block.seen(span_at(p, 0, p.spans)),
+                        !reads_pages(block));
+            attend_span(block, span_at(p, span), ahead);
+            finish(block, span);
+        }
     });
 }
 
@@ -103,27 +129,20 @@ float *partial_of(const Call &call, uint32_t slot, uint64_t token, uint32_t quer
 }  // namespace
 
 void causal_attention_decode_f16(const Call &call, Worker &worker) {
-    attend(call, worker);
+    if (call.params<Params>().spans > 1) return attend_in_order(call, worker);
+    attend_side_by_side(call, worker, FERRUM_ATTENTION_PAGES,
+                        [&](const Block &block, uint32_t) { finish_rows(call, block); });
 }
 void causal_attention_tiles_f16(const Call &call, Worker &worker) {
-    attend(call, worker);
+    attend_in_order(call, worker);
 }
 
 void causal_attention_split_f16(const Call &call, Worker &worker) {
-    const auto &p = call.params<Params>();
-    const AttentionTemp temp = attention_temp(p);
-    const uint32_t padded = temp.padded_dim;
-    // Spans that follow each other on a thread, where there are enough of them for all.
-    const uint64_t items = (uint64_t)temp.blocks * p.key_value_heads * p.spans;
-    const uint64_t most = items / (3 * call.threads), run = most > 8 ? 8 : most > 0 ? most : 1;
-    worker.for_each(items, run, [&](uint64_t item) {
-        const uint32_t span = (uint32_t)(item % p.spans), pair = (uint32_t)(item / p.spans);
-        const Block block = make_block(call, worker, temp, FERRUM_SPLIT_PAGES, pair % p.key_value_heads,
-                                       pair / p.key_value_heads, span > 0 && item % run != 0, (item + 1) % run != 0);
-        if (!is_empty(block.seen(span_at(p, span)))) attend_span(block, span_at(p, span));
+    attend_side_by_side(call, worker, FERRUM_SPLIT_PAGES, [&](const Block &block, uint32_t span) {
+        const uint32_t group = block.temp.group, padded = block.temp.padded_dim;
         for (uint32_t row = 0; row < block.rows(); row++) {
-            float *out = partial_of(call, FERRUM_SPLIT_PARTIALS, block.first_token + row / temp.group,
-                                    block.kv_head * temp.group + row % temp.group, span);
+            float *out = partial_of(call, FERRUM_SPLIT_PARTIALS, block.first_token + row / group,
+                                    block.kv_head * group + row % group, span);
             out[padded + 1] = block.total[row];
             if (block.total[row] == 0) continue;
             out[padded] = block.most[row];

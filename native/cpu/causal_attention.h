@@ -19,6 +19,11 @@ namespace {
 
 using Params = ferrum_causal_attention_params;
 
+// Sums in registers where rows are few: rows by tiles of keys, and rows by four vectors of a value.
+constexpr int kDirectRows = kRegisterLanes == 16 ? 4 : 2;
+constexpr int kDirectTiles = kRegisterLanes == 16 ? 6 : 2;
+constexpr int kDirectVectors = 4;
+
 inline half *page_of(const uint64_t *pages, uint32_t tokens_per_page, uint32_t position) {
     return (half *)pages[position / tokens_per_page];
 }
@@ -40,8 +45,6 @@ struct Block {
     float *most, *total;  // [rows rounded up to whole vectors]
     float *query;         // scaled; how it is laid out is the way's own affair, as is what follows
     float *scores, *keys, *values;
-    // Of the present span, while the one before was weighed; and whether this thread goes on with the next one.
-    bool keys_fetched, goes_on;
 
     uint32_t rows() const { return tokens * temp.group; }
     uint32_t position(uint32_t token) const { return p.position_start + first_token + token; }

@@ -104,7 +104,6 @@ uint32_t linear_format(uint32_t kernel);
 constexpr uint32_t kGroupRows = 12;           // rows that go through a span together
 constexpr uint32_t kAttentionRows = 192;      // of a block, where there are many
 constexpr uint32_t kAttentionFloats = 24576;  // of queries, so that they leave room in the second cache
-constexpr uint32_t kCopiedKeys = 96;          // that lie apart from their page, as half
 struct AttentionTemp {
     uint32_t group;         // query heads of a key head
     uint32_t block_tokens;  // query tokens that one work item takes

@@ -32,8 +32,9 @@ class Worker {
         for (uint64_t begin, end; take_range(n, begin, end); done += end - begin) body(begin, end);
         close(n, done);
     }
-    // Where this thread's share of n items starts.
+    // Where this thread's share of n items starts and ends.
     uint64_t share(uint64_t n) const { return n * index_ / threads_; }
+    uint64_t share_end(uint64_t n) const { return n * (index_ + 1) / threads_; }
     // Waits until every item of every loop so far is done.
     void barrier();
 

@@ -1,0 +1,127 @@
+// What a thread will read of the pages, fetched while it computes with what it has. A core has few reads of memory
+// under way at once, and reads of its caches queue behind them: so every line is asked for once, shortly before its
+// use, in the order of use, and at the pace of computing.
+#pragma once
+
+#include "causal_attention.h"
+
+namespace ferrum::cpu::FERRUM_CPU_ISA {
+
+namespace {
+
+// The work of a call: numbered parts, each a span for a key head.
+struct Parts {
+    uint32_t heads, spans;
+    bool heads_first;  // part = span * heads + head, else head * spans + span
+    uint32_t head(uint64_t part) const { return uint32_t(heads_first ? part % heads : part / spans); }
+    uint32_t span(uint64_t part) const { return uint32_t(heads_first ? part / heads : part % spans); }
+};
+
+// A place on the way through parts, always some way ahead of the work.
+class Ahead {
+   public:
+    Ahead(const Params &p, const uint64_t *pages, Parts parts) : p_(p), pages_(pages), parts_(parts) {}
+
+    // Before part `part`: the thread will go through parts [part, end), of whose keys rows see those in `seen`. One
+    // that reads all of a part before it computes has only later ones fetched.
+    void start(uint64_t part, uint64_t end, Range seen, bool reads_first) {
+        if (part != expected_ || end != end_part_) {
+            part_ = part + reads_first;
+            end_part_ = end;
+            seen_ = seen;
+            at_ = end_ = (const half *)pages_;
+            if (enter_part() && !reads_first) fetch_on(kLead + late_values());
+        }
+        expected_ = part + 1;
+    }
+    // A piece to be fetched while as many elements are computed with. It may have been already.
+    const half *take(uint32_t elements) {
+        const half *piece = at_;
+        if (uint64_t(end_ - at_) < elements) {
+            piece = end_ - elements;
+            fetch_on(elements);
+        } else {
+            at_ += elements;
+        }
+        return piece;
+    }
+
+   private:
+    static constexpr uint32_t kLead = 4096;
+
+    // Values are weighed some dims at a time: when the first ones are through, all keys' are needed.
+    uint32_t late_values() const {
+        return p_.head_dim > kDirectVectors * kLanes ? (p_.head_dim - kDirectVectors * kLanes) * p_.span_tokens : 0;
+    }
+
+    // Fetches the next so many elements, from run to run.
+    FERRUM_NOINLINE void fetch_on(uint64_t elements) {
+        for (;;) {
+            const uint64_t count = elements < uint64_t(end_ - at_) ? elements : uint64_t(end_ - at_);
+            for (uint64_t i = 0; i < count; i += 32) __builtin_prefetch(at_ + i);
+            at_ += count;
+            elements -= count;
+            if (elements == 0 || !next_run()) return;
+        }
+    }
+
+    // The first run of `part_` or, if no row sees its span, of a later part.
+    bool enter_part() {
+        for (; part_ < end_part_; part_++) {
+            const uint32_t begin = (p_.first_span + parts_.span(part_)) * p_.span_tokens;
+            keys_ = {begin > seen_.begin ? begin : seen_.begin, begin + p_.span_tokens};
+            if (keys_.end > seen_.end) keys_.end = seen_.end;
+            if (keys_.begin >= keys_.end) continue;
+            page_ = keys_.begin / p_.tokens_per_page;
+            values_ = false;
+            enter_run();
+            return true;
+        }
+        return false;
+    }
+
+    bool next_run() {
+        if (part_ >= end_part_) return false;
+        if (++page_ * p_.tokens_per_page >= keys_.end) {
+            page_ = keys_.begin / p_.tokens_per_page;
+            values_ = !values_;
+            if (!values_) {
+                part_++;
+                return enter_part();
+            }
+        }
+        enter_run();
+        return true;
+    }
+
+    // Keys or values of a page: what rows see of it.
+    void enter_run() {
+        const uint32_t dim = p_.head_dim, per_page = p_.tokens_per_page, first = page_ * per_page;
+        uint32_t from = keys_.begin > first ? keys_.begin - first : 0;
+        uint32_t to = keys_.end - first < per_page ? keys_.end - first : per_page;
+        if (!values_) {  // whole tiles
+            from -= from % FERRUM_KEY_TILE;
+            to = per_page - to < FERRUM_KEY_TILE ? per_page
+                                                 : (to + FERRUM_KEY_TILE - 1) / FERRUM_KEY_TILE * FERRUM_KEY_TILE;
+        }
+        const half *head = (const half *)pages_[page_] + ferrum_kv_head(per_page, dim, parts_.head(part_));
+        at_ = head + (values_ ? ferrum_kv_value(per_page, dim, from) : from * dim);
+        end_ = at_ + (to - from) * dim;
+    }
+
+    const Params &p_;
+    const uint64_t *pages_;
+    const Parts parts_;
+    uint64_t expected_ = ~uint64_t(0), end_part_ = 0;
+    Range seen_{};
+    // The run that is being handed out: of which part, which of its keys, page, and whether their values.
+    uint64_t part_ = 0;
+    Range keys_{};
+    uint32_t page_ = 0;
+    bool values_ = false;
+    const half *at_ = nullptr, *end_ = nullptr;
+};
+
+}  // namespace
+
+}  // namespace ferrum::cpu::FERRUM_CPU_ISA
