@@ -47,7 +47,7 @@ class Ahead {
     }
 
    private:
-    static constexpr uint32_t kLead = 4096;
+    static constexpr uint32_t kLead = 6144;  // 12 KiB
 
     // Values are weighed some dims at a time: when the first ones are through, all keys' are needed.
     uint32_t late_values() const {

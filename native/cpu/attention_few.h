@@ -43,7 +43,7 @@ FERRUM_ALWAYS_INLINE void score_rows(const Block &block, uint32_t row, const Key
     uint32_t d = 0;
     for (uint32_t slice = 1; slice <= kTiles; slice++) {
         const uint32_t end = slice * dim / kTiles;
-        const half *next = ahead.take(row == 0 ? (end - d) * kTiles * kLanes : 0);
+        const half *next = ahead.take(row == 0 ? (end - d) * kTiles * width : 0);
         for (; d < end; d++) {
             FERRUM_UNROLL for (int line = 0; line < kTiles; line += 2) __builtin_prefetch(next + line * kLanes);
             next += kTiles * kLanes;

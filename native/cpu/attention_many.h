@@ -1,5 +1,5 @@
-// Attention of many rows of a key head: the keys and values of a span are widened to float32 once, and groups of twelve
-// rows go through them. What a group works on stays in the first cache: its queries, [dim][row], and its scores,
+// Attention of many rows of a key head: the keys and values of a span are laid out side by side once, and groups of
+// twelve rows go through them. What a group works on stays in the first cache: its queries, [dim][row], and its scores,
 // [tile of 16 keys][row][16]. So every operand of the inner loops lies at a constant distance from a running pointer.
 #pragma once
 
@@ -48,18 +48,19 @@ void lay_out_queries(const Block &block) {
 }
 
 // Keys, [dim][key of the span]. Lanes past a tile's keys are written too: the next tile comes after.
-void widen_keys(const Block &block, Range span, Range seen) {
+void gather_keys(const Block &block, Range span, Range seen) {
     const Params &p = block.p;
-    const uint32_t dim = p.head_dim, stride = block.temp.score_stride;
+    const uint32_t dim = p.head_dim, stride = block.temp.key_stride;
     for (uint32_t at = seen.begin; at < seen.end;) {
         const uint32_t slot = at % p.tokens_per_page, width = ferrum_kv_tile_width(p.tokens_per_page, slot);
         const half *from = page_of(block.pages, p.tokens_per_page, at) +
                            ferrum_kv_head(p.tokens_per_page, dim, block.kv_head) + ferrum_kv_key(dim, slot);
         uint32_t tokens = width - slot % FERRUM_KEY_TILE;
         if (seen.end - at < tokens) tokens = seen.end - at;  // keys behind them may not be written yet
-        float *to = block.keys + (at - span.begin);
+        half *to = block.keys + (at - span.begin);
         if (tokens == FERRUM_KEY_TILE)
-            for (uint32_t d = 0; d < dim; d++) store(to + d * stride, load(from + d * FERRUM_KEY_TILE));
+            for (uint32_t d = 0; d < dim; d++)
+                memcpy(to + d * stride, from + d * FERRUM_KEY_TILE, FERRUM_KEY_TILE * sizeof(half));
         else
             for (uint32_t d = 0; d < dim; d++) store(to + d * stride, load_some(from + d * width, (int)tokens));
         at += tokens;
@@ -67,10 +68,10 @@ void widen_keys(const Block &block, Range span, Range seen) {
 }
 
 // Values, [key of the span][dim].
-void widen_values(const Block &block, Range span, Range seen) {
+void gather_values(const Block &block, Range span, Range seen) {
     const Params &p = block.p;
     const uint32_t dim = p.head_dim, padded = block.temp.padded_dim;
-    float *to = block.values + (uint64_t)(seen.begin - span.begin) * padded;
+    half *to = block.values + (uint64_t)(seen.begin - span.begin) * padded;
     for (uint32_t at = seen.begin; at < seen.end;) {
         const uint32_t slot = at % p.tokens_per_page, left = p.tokens_per_page - slot;
         const uint32_t end = seen.end - at < left ? seen.end : at + left;
@@ -79,7 +80,7 @@ void widen_values(const Block &block, Range span, Range seen) {
                            ferrum_kv_value(p.tokens_per_page, dim, slot);
         const uint64_t count = (uint64_t)(end - at) * dim;
         if (dim == padded)
-            for (uint64_t i = 0; i < count; i += kLanes) store(to + i, load(from + i));
+            memcpy(to, from, count * sizeof(half));
         else
             for (uint32_t j = 0; j < end - at; j++)
                 for (uint32_t d = 0; d < dim; d += kLanes)
@@ -91,8 +92,8 @@ void widen_values(const Block &block, Range span, Range seen) {
 
 // Scores of a few vectors of keys against kRows rows; lanes that no row sees hold anything.
 template <int kRows, int kVectors>
-FERRUM_ALWAYS_INLINE void score_tile(const float *query, const float *keys, uint32_t stride, uint32_t dim,
-                                     float *scores, const half *next) {
+FERRUM_ALWAYS_INLINE void score_tile(const float *query, const half *keys, uint32_t stride, uint32_t dim, float *scores,
+                                     const half *next) {
     f32x16 acc[kRows][kVectors];
     FERRUM_UNROLL for (int r = 0; r < kRows; r++) FERRUM_UNROLL for (int v = 0; v < kVectors; v++) acc[r][v] =
         splat(0.0f);
@@ -116,7 +117,7 @@ void score(const Group &group) {
         group.any.begin / kLanes, end, [&](auto vectors, uint32_t tile) __attribute__((always_inline)) {
             in_groups<kTileRows>(0, group.rows, [&](auto rows, uint32_t row) __attribute__((always_inline)) {
                 score_tile<decltype(rows)::value, decltype(vectors)::value>(
-                    group.query + row, block.keys + tile * kLanes, block.temp.score_stride, block.p.head_dim,
+                    group.query + row, block.keys + tile * kLanes, block.temp.key_stride, block.p.head_dim,
                     block.scores + tile * kScoreTile + row * kLanes,
                     group.take(row == 0 ? block.p.head_dim * decltype(vectors)::value * kLanes : 0));
             });
@@ -168,7 +169,7 @@ FERRUM_ALWAYS_INLINE void weigh_tile(const Group &group, uint32_t row, uint32_t 
         splat(0.0f);
     for (uint32_t j = group.any.begin; j < group.any.end;) {
         const float *weights = block.scores + j / kLanes * kScoreTile + row * kLanes + j % kLanes;
-        const float *values = block.values + (uint64_t)j * padded + d;
+        const half *values = block.values + (uint64_t)j * padded + d;
         f32x16 value[kVectors];
         if (j < group.all.begin || j >= group.all.end) {  // a value is read for those alone that see it: it may be NaN
             FERRUM_UNROLL for (int v = 0; v < kVectors; v++) value[v] = load(values + v * kLanes);
@@ -209,8 +210,8 @@ void weigh(const Group &group) {
 
 void attend_many(const Block &block, Range span, Ahead &ahead) {
     const Range seen = block.seen(span);
-    widen_keys(block, span, seen);
-    widen_values(block, span, seen);
+    gather_keys(block, span, seen);
+    gather_values(block, span, seen);
     for (uint32_t first = 0; first < block.rows(); first += kGroupRows) {
         const uint32_t left = block.rows() - first;
         const uint64_t at = (uint64_t)first * block.temp.padded_dim;

@@ -30,8 +30,8 @@ Block make_block(const Call &call, const Worker &worker, const AttentionTemp &te
                 take(temp.sums),
                 take(temp.query),
                 take(temp.scores),
-                take(temp.keys),
-                take(temp.values)};
+                (half *)take(temp.keys),
+                (half *)take(temp.values)};
     memset(block.total, 0, temp.sums * sizeof(float));
     memset(block.most, 0, temp.sums * sizeof(float));
     if (reads_pages(block))

@@ -44,7 +44,8 @@ struct Block {
     float *acc;           // [rows][padded_dim]
     float *most, *total;  // [rows rounded up to whole vectors]
     float *query;         // scaled; how it is laid out is the way's own affair, as is what follows
-    float *scores, *keys, *values;
+    float *scores;
+    half *keys, *values;
 
     uint32_t rows() const { return tokens * temp.group; }
     uint32_t position(uint32_t token) const { return p.position_start + first_token + token; }

@@ -65,7 +65,7 @@ void causal_attention_prepare_f16(const Call &call, Worker &worker) {
         call.constant(FERRUM_CONSTANT_QUERY_NORM) ? call.slots[FERRUM_PREPARE_QUERY_NORM] : nullptr;
     const void *key_norm = call.constant(FERRUM_CONSTANT_KEY_NORM) ? call.slots[FERRUM_PREPARE_KEY_NORM] : nullptr;
     const auto *pages = call.at<const uint64_t>(FERRUM_PREPARE_PAGES);
-    worker.for_each(p.tokens, 1, [&](uint64_t token) {
+    auto prepare = [&](uint64_t token) {
         float cosine[FERRUM_MAX_HEAD_DIM / 2], sine[FERRUM_MAX_HEAD_DIM / 2], head[FERRUM_MAX_HEAD_DIM];
         const uint32_t position = p.position_start + (uint32_t)token, slot = position % p.tokens_per_page;
         rotation(call.at<const float>(FERRUM_PREPARE_ROPE), p.rope_dim / 2, position, cosine, sine);
@@ -88,6 +88,10 @@ void causal_attention_prepare_f16(const Call &call, Worker &worker) {
                        ferrum_kv_value(p.tokens_per_page, p.head_dim, slot),
                    call.at<const half>(FERRUM_PREPARE_VALUE_RAW) + from, p.head_dim * sizeof(half));
         }
+    };
+    // Neighbours' keys share lines of memory.
+    worker.for_ranges(p.tokens, [&](uint64_t begin, uint64_t end) {
+        for (uint64_t token = begin; token < end; token++) prepare(token);
     });
 }
 

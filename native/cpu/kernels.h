@@ -109,7 +109,8 @@ struct AttentionTemp {
     uint32_t block_tokens;  // query tokens that one work item takes
     uint32_t blocks;
     uint32_t padded_dim;    // head_dim rounded up to whole vectors
-    uint32_t score_stride;  // between rows of scores or dims of keys: a span, and what the last tile may write past it
+    uint32_t score_stride;  // between rows of scores: a span, and what the last tile may write past it
+    uint32_t key_stride;    // the same between dims of keys, float16, a whole number of lines
     uint64_t acc, sums, query, scores, keys, values;
     uint64_t thread_bytes;
 };

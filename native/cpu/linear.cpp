@@ -133,15 +133,17 @@ void linear(const Call &call, Worker &worker) {
                     (BlockSums *)(call.temp + temp.sums) + row * blocks, rows};
     };
     if (!call.temp_is_ready) {
-        worker.for_each(p.rows, 4, [&](uint64_t row) {
-            run_before(call, row, p.in_features);
-            const half *from = call.at<const half>(FERRUM_LINEAR_X) + row * p.input_stride;
-            const auto to = item_of(row / kItemRows * kItemRows).at(0, row % kItemRows);
-            if constexpr (F::bits > 8)
-                for (uint32_t i = 0; i < p.in_features; i += kLanes)
-                    store(to.at(i / 32, 0).values + i % 32, load_up_to(from + i, p.in_features - i));
-            else
-                to_fixed_point(from, p.in_features, to);
+        worker.for_ranges(p.rows, [&](uint64_t begin, uint64_t end) {
+            for (uint64_t row = begin; row < end; row++) {
+                run_before(call, row, p.in_features);
+                const half *from = call.at<const half>(FERRUM_LINEAR_X) + row * p.input_stride;
+                const auto to = item_of(row / kItemRows * kItemRows).at(0, row % kItemRows);
+                if constexpr (F::bits > 8)
+                    for (uint32_t i = 0; i < p.in_features; i += kLanes)
+                        store(to.at(i / 32, 0).values + i % 32, load_up_to(from + i, p.in_features - i));
+                else
+                    to_fixed_point(from, p.in_features, to);
+            }
         });
         worker.barrier();
     }

@@ -70,8 +70,9 @@ AttentionTemp attention_temp(const ferrum_causal_attention_params &p) {
     temp.block_tokens = std::min(p.tokens, std::max(1u, most_rows / temp.group));
     temp.score_stride = uint32_t(align_up(p.span_tokens, 16)) + 16;
     temp.scores = uint64_t(kGroupRows) * temp.score_stride;
-    temp.keys = uint64_t(temp.score_stride) * temp.padded_dim;
-    temp.values = align_up(p.span_tokens, 16) * temp.padded_dim;
+    temp.key_stride = uint32_t(align_up(temp.score_stride, 32));
+    temp.keys = uint64_t(temp.key_stride) * temp.padded_dim / 2;
+    temp.values = align_up(p.span_tokens, 16) * temp.padded_dim / 2;
     auto floats_of_block = [&] {
         const uint64_t rows = align_up(temp.group * temp.block_tokens, kGroupRows);
         temp.acc = rows * temp.padded_dim;
