@@ -30,7 +30,12 @@ class Ahead {
             end_part_ = end;
             seen_ = seen;
             at_ = end_ = (const half *)pages_;
-            if (enter_part() && !reads_first) fetch_on(kLead + late_values());
+            const uint32_t head_elements = 2 * p_.span_tokens * p_.head_dim;
+            heads_ = parts_.heads < kSpanElements / head_elements ? parts_.heads : kSpanElements / head_elements;
+            if (reads_first || !parts_.heads_first || end - part < kManySpans * parts_.heads ||
+                heads_ < (parts_.heads + 1) / 2)
+                heads_ = 1;
+            if (enter_part() && !reads_first) fetch_on(heads_ > 1 ? heads_ * head_elements : kLead + late_values());
         }
         expected_ = part + 1;
     }
@@ -47,7 +52,8 @@ class Ahead {
     }
 
    private:
-    static constexpr uint32_t kLead = 6144;  // 12 KiB
+    // In elements: 12 KiB in the order of use, and a span as large as a quarter of the second cache.
+    static constexpr uint32_t kLead = 6144, kSpanElements = 128 << 10, kManySpans = 8;
 
     // Values are weighed some dims at a time: when the first ones are through, all keys' are needed.
     uint32_t late_values() const {
@@ -67,7 +73,10 @@ class Ahead {
 
     // The first run of `part_` or, if no row sees its span, of a later part.
     bool enter_part() {
-        for (; part_ < end_part_; part_++) {
+        for (; part_ < end_part_; part_ = next_part_) {
+            const uint32_t head = parts_.head(part_), left = parts_.heads - head, heads = heads_ - head % heads_;
+            next_part_ = part_ + (heads_ == 1 ? 1 : heads < left ? heads : left);
+            if (next_part_ > end_part_) next_part_ = end_part_;
             const uint32_t begin = (p_.first_span + parts_.span(part_)) * p_.span_tokens;
             keys_ = {begin > seen_.begin ? begin : seen_.begin, begin + p_.span_tokens};
             if (keys_.end > seen_.end) keys_.end = seen_.end;
@@ -85,8 +94,8 @@ class Ahead {
         if (++page_ * p_.tokens_per_page >= keys_.end) {
             page_ = keys_.begin / p_.tokens_per_page;
             values_ = !values_;
-            if (!values_) {
-                part_++;
+            if (!values_ || heads_ > 1) {
+                part_ = next_part_;
                 return enter_part();
             }
         }
@@ -94,9 +103,15 @@ class Ahead {
         return true;
     }
 
-    // Keys or values of a page: what rows see of it.
+    // Of a page, keys or values that rows see; or all of several heads.
     void enter_run() {
         const uint32_t dim = p_.head_dim, per_page = p_.tokens_per_page, first = page_ * per_page;
+        const half *head = (const half *)pages_[page_] + ferrum_kv_head(per_page, dim, parts_.head(part_));
+        if (heads_ > 1) {
+            at_ = head;
+            end_ = at_ + ferrum_kv_head(per_page, dim, uint32_t(next_part_ - part_));
+            return;
+        }
         uint32_t from = keys_.begin > first ? keys_.begin - first : 0;
         uint32_t to = keys_.end - first < per_page ? keys_.end - first : per_page;
         if (!values_) {  // whole tiles
@@ -104,7 +119,6 @@ class Ahead {
             to = per_page - to < FERRUM_KEY_TILE ? per_page
                                                  : (to + FERRUM_KEY_TILE - 1) / FERRUM_KEY_TILE * FERRUM_KEY_TILE;
         }
-        const half *head = (const half *)pages_[page_] + ferrum_kv_head(per_page, dim, parts_.head(part_));
         at_ = head + (values_ ? ferrum_kv_value(per_page, dim, from) : from * dim);
         end_ = at_ + (to - from) * dim;
     }
@@ -114,8 +128,9 @@ class Ahead {
     const Parts parts_;
     uint64_t expected_ = ~uint64_t(0), end_part_ = 0;
     Range seen_{};
-    // The run that is being handed out: of which part, which of its keys, page, and whether their values.
-    uint64_t part_ = 0;
+    uint32_t heads_ = 1;  // that are fetched together, page by page
+    // The run that is being handed out: of which part, or parts, which of their keys, page, and whether their values.
+    uint64_t part_ = 0, next_part_ = 0;
     Range keys_{};
     uint32_t page_ = 0;
     bool values_ = false;

@@ -37,7 +37,7 @@ bool Worker::take_range(uint64_t n, uint64_t &begin, uint64_t &end) {
         const uint64_t first = n * owner / threads_, count = n * (owner + 1) / threads_ - first;
         std::atomic<uint64_t> &taken = job_.taken(loop_, owner);
         for (uint64_t at = taken.load(std::memory_order_relaxed); at < count;) {
-            const uint64_t range = (count - at + 3) / 4;
+            const uint64_t range = threads_ == 1 ? count - at : (count - at + 3) / 4;
             if (!taken.compare_exchange_weak(at, at + range, std::memory_order_relaxed)) continue;
             begin = first + at;
             end = begin + range;
