@@ -95,21 +95,23 @@ def test_attention__a_token_of_nan_reaches_no_earlier_one(case: Case) -> None:
             np.testing.assert_array_equal(good[at + window :], bad[at + window :], err_msg=name)
 
 
-def test_attention__a_split_over_the_context_has_the_bits_of_the_whole() -> None:
-    """One token over 3,000 is split into spans that several threads take; a block of 40 tokens is not."""
-    case = Case("split", head_dim=64, query_heads=6, key_value_heads=2)
+@pytest.mark.parametrize(("key_value_heads", "context"), [(2, 3000), (3, 750)])
+def test_attention__a_split_over_the_context_has_the_bits_of_the_whole(key_value_heads: int, context: int) -> None:
+    """One token over 3,000 is split into spans that several threads take; a block of 40 tokens is not. Pages of three
+    heads end in five keys that are no whole tile."""
+    case = Case("split", head_dim=64, query_heads=3 * key_value_heads, key_value_heads=key_value_heads)
     rng = np.random.default_rng(2)
     weights = case.weights(rng)
-    x = rng.standard_normal((3040, case.hidden)).astype(np.float32)
+    x = rng.standard_normal((context + 40, case.hidden)).astype(np.float32)
     for device in DEVICES.values():
         local = pf.AttentionWeights(*(on(device, weight) for weight in weights))
         before, _ = pf.causal_attention(
-            pf.init_state(case.config(), device=device), pf.array(x[:3000], device=device), local
+            pf.init_state(case.config(), device=device), pf.array(x[:context], device=device), local
         )
-        _, block = pf.causal_attention(before, pf.array(x[3000:], device=device), local)
+        _, block = pf.causal_attention(before, pf.array(x[context:], device=device), local)
         state = before
         for i in range(40):
-            state, y = pf.causal_attention(state, pf.array(x[3000 + i : 3001 + i], device=device), local)
+            state, y = pf.causal_attention(state, pf.array(x[context + i : context + i + 1], device=device), local)
             np.testing.assert_array_equal(np.asarray(y)[0], np.asarray(block)[i])
         if "avx" not in str(device):
             break  # one pass of the portable path is enough here
