@@ -22,6 +22,7 @@ constexpr int kSpinsBeforeSleep = 4000;
 }  // namespace
 
 bool Worker::take(uint64_t n, uint64_t grain, uint64_t &begin, uint64_t &end) {
+    if (threads_ == 1) return take_all(n, begin, end);
     std::atomic<uint64_t> &next = job_.taken(loop_, 0);
     if (next.load(std::memory_order_relaxed) >= n) return false;
     begin = next.fetch_add(grain, std::memory_order_relaxed);
@@ -32,12 +33,13 @@ bool Worker::take(uint64_t n, uint64_t grain, uint64_t &begin, uint64_t &end) {
 
 // Of a share, always the same part of what is left: long ranges first, short ones when others may want to help.
 bool Worker::take_range(uint64_t n, uint64_t &begin, uint64_t &end) {
+    if (threads_ == 1) return take_all(n, begin, end);
     for (unsigned i = 0; i < threads_; i++) {
         const unsigned owner = index_ + i < threads_ ? index_ + i : index_ + i - threads_;
         const uint64_t first = n * owner / threads_, count = n * (owner + 1) / threads_ - first;
         std::atomic<uint64_t> &taken = job_.taken(loop_, owner);
         for (uint64_t at = taken.load(std::memory_order_relaxed); at < count;) {
-            const uint64_t range = threads_ == 1 ? count - at : (count - at + 3) / 4;
+            const uint64_t range = (count - at + 3) / 4;
             if (!taken.compare_exchange_weak(at, at + range, std::memory_order_relaxed)) continue;
             begin = first + at;
             end = begin + range;
@@ -47,8 +49,17 @@ bool Worker::take_range(uint64_t n, uint64_t &begin, uint64_t &end) {
     return false;
 }
 
+// A thread alone shares nothing: locked instructions would wait for what it fetches.
+bool Worker::take_all(uint64_t n, uint64_t &begin, uint64_t &end) {
+    std::atomic<uint64_t> &taken = job_.taken(loop_, 0);
+    begin = taken.load(std::memory_order_relaxed);
+    end = n;
+    taken.store(n, std::memory_order_relaxed);
+    return begin < end;
+}
+
 void Worker::close(uint64_t n, uint64_t done) {
-    if (done) job_.done.fetch_add(done, std::memory_order_release);
+    if (done && threads_ > 1) job_.done.fetch_add(done, std::memory_order_release);
     opened_ += n;
     loop_++;
 }
@@ -56,6 +67,7 @@ void Worker::close(uint64_t n, uint64_t done) {
 // Items behind a barrier start only when all before it are done: so "at least as many as were opened" means all of
 // them.
 void Worker::barrier() {
+    if (threads_ == 1) return;
     for (int i = 0; job_.done.load(std::memory_order_acquire) < opened_; i++) {
         if (i < kSpinsBeforeYield)
             pause();

@@ -41,6 +41,7 @@ class Worker {
    private:
     bool take(uint64_t n, uint64_t grain, uint64_t &begin, uint64_t &end);
     bool take_range(uint64_t n, uint64_t &begin, uint64_t &end);
+    bool take_all(uint64_t n, uint64_t &begin, uint64_t &end);
     void close(uint64_t n, uint64_t done);
 
     Job &job_;
