@@ -113,6 +113,14 @@ def test_attention__over_one_span_and_two(no_leaks: None) -> None:
         assert_same(lambda s, x: pf.causal_attention(s, x, weights), *((grown(n), x) for n in starts))
 
 
+def test_attention__so_small_that_one_thread_takes_it_and_then_not(no_leaks: None) -> None:
+    """One recording, taken by one thread of the CPU device in a short context and by all in a longer one."""
+    config = pf.AttentionConfig(32, 1, 1, 16, maximum_context_tokens=8192)  # 1,024 tokens a page and span
+    weights, x = tiny.layer(config), f32(1)
+    starts = [3, 1023, 1024, 2100, 5, 1030, 1022]
+    assert_same(lambda s, x: pf.causal_attention(s, x, weights), *((grown(n, config), x) for n in starts))
+
+
 @pytest.mark.parametrize("form", ["packed", "looped"])
 def test_attention__of_several_states(form: str, no_leaks: None) -> None:
     weights, lengths = tiny.layer(PAGED), [1, 3, 2]

@@ -113,7 +113,10 @@ class CpuDevice : public Device {
             temp_.reset(static_cast<uint8_t *>(blocks.take(temp_size_)));
         }
         job->set_temp(temp_.get());
-        pool_->run(job);
+        if (job->is_small())
+            run_alone(*job);
+        else
+            pool_->run(job);
         job->let_go();
     }
 

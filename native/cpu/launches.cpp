@@ -8,6 +8,8 @@ namespace ferrum::cpu {
 
 namespace {
 
+constexpr uint64_t kFewProducts = 1 << 16;  // about 2 us, of which waking and meeting a thread takes as much
+
 // Both multiply the same rows, prepared in the same way; the second finds them ready.
 bool same_input(const Call &first, const Call &second) {
     if (!is_linear(first.launch->kernel) || !is_linear(second.launch->kernel)) return false;
@@ -73,6 +75,41 @@ bool overwrites(const ferrum_rms_norm_params &norm, const uint8_t *y, const Call
     };
     return meets(residual.slots[FERRUM_RESIDUAL_ADD_X], p.width * element) ||
            meets(residual.slots[FERRUM_RESIDUAL_ADD_BRANCH], uint64_t(p.branch_stride) * 2);
+}
+
+// Multiplications of a launch, or what takes as long; of kernels not known to be small, more than enough.
+uint64_t products(const ferrum_launch &launch) {
+    if (is_linear(launch.kernel)) {
+        const auto &p = *reinterpret_cast<const ferrum_linear_params *>(launch.params);
+        return uint64_t(p.rows) * p.in_features * p.out_features;
+    }
+    switch (launch.kernel) {
+        case kernel_rms_norm_f16:
+        case kernel_rms_norm_f32: {
+            const auto &p = *reinterpret_cast<const ferrum_rms_norm_params *>(launch.params);
+            return 8ull * p.rows * p.width;
+        }
+        case kernel_residual_add_f16:
+        case kernel_residual_add_f32: {
+            const auto &p = *reinterpret_cast<const ferrum_residual_add_params *>(launch.params);
+            return 8ull * p.rows * p.width;
+        }
+        case kernel_swiglu_f16:
+            return 32 * reinterpret_cast<const ferrum_swiglu_params *>(launch.params)->elements;
+        case kernel_causal_attention_prepare_f16:
+        case kernel_causal_attention_decode_f16:
+        case kernel_causal_attention_tiles_f16:
+        case kernel_causal_attention_split_f16:
+        case kernel_causal_attention_combine_f16: {
+            const auto &p = *reinterpret_cast<const ferrum_causal_attention_params *>(launch.params);
+            const uint64_t elements = uint64_t(p.tokens) * p.query_heads * p.head_dim;
+            if (launch.kernel == kernel_causal_attention_prepare_f16) return 8 * elements;
+            if (launch.kernel == kernel_causal_attention_combine_f16) return elements * p.spans;
+            return 2 * elements * p.spans * p.span_tokens;
+        }
+        default:
+            return kFewProducts;
+    }
 }
 
 // What a list of launches that comes again needs no second look at.
@@ -210,6 +247,13 @@ void Launches::remember() const {
 }
 
 // ---- Running
+
+bool Launches::is_small() const {
+    uint64_t sum = 0;
+    for (const ferrum_launch &launch : work_.launches)
+        if ((sum += products(launch)) >= kFewProducts) return false;
+    return true;
+}
 
 void Launches::run(Worker &worker) {
     for (const Call &call : calls_) {

@@ -23,6 +23,8 @@ class Launches : public Job {
     void run(Worker &worker) override;
     bool warm_up(Cursor &at) override;
 
+    // Done before a second thread would have noticed.
+    bool is_small() const;
     uint64_t temp_bytes() const { return temp_bytes_; }
     // Before it runs.
     void set_temp(uint8_t *memory) {

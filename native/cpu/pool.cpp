@@ -76,6 +76,11 @@ void Worker::barrier() {
     }
 }
 
+void run_alone(Job &job) {
+    Worker worker(job, 0, 1);
+    job.run(worker);
+}
+
 Pool::Pool(unsigned threads) {
     for (unsigned i = 1; i < threads; i++) workers_.emplace_back([this, i] { serve(i); });
 }

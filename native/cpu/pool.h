@@ -37,6 +37,9 @@ struct Job {
     std::vector<std::atomic<uint64_t>> taken_;  // thread by thread, who mostly meets its own
 };
 
+// On the calling thread, whatever number the job was made for.
+void run_alone(Job &job);
+
 class Pool {
    public:
     // `threads` counts the caller's: one means no thread of our own.
