@@ -1,6 +1,8 @@
 // What a thread will read of the pages, fetched while it computes with what it has. A core has few reads of memory
 // under way at once, and reads of its caches queue behind them: so every line is asked for once, shortly before its
-// use, in the order of use, and at the pace of computing.
+// use, in the order of use, and at the pace of computing. Where a thread has many spans before it, the order of memory
+// is worth more: behind every run of it the core reads on into what nobody wants yet. There the heads of a span go
+// together, page by page, a span ahead.
 #pragma once
 
 #include "causal_attention.h"
