@@ -15,6 +15,7 @@ namespace {
 struct Parts {
     uint32_t heads, spans;
     bool heads_first;  // part = span * heads + head, else head * spans + span
+    uint64_t count() const { return (uint64_t)heads * spans; }
     uint32_t head(uint64_t part) const { return uint32_t(heads_first ? part % heads : part / spans); }
     uint32_t span(uint64_t part) const { return uint32_t(heads_first ? part / heads : part % spans); }
 };

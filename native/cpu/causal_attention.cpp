@@ -103,20 +103,19 @@ template <class Finish>
 void attend_side_by_side(const Call &call, Worker &worker, uint32_t pages_slot, Finish &&finish) {
     const auto &p = call.params<Params>();
     const AttentionTemp temp = attention_temp(p);
-    const uint64_t parts = (uint64_t)p.spans * p.key_value_heads, items = temp.blocks * parts;
-    Ahead ahead(p, call.at<const uint64_t>(pages_slot), Parts{p.key_value_heads, p.spans, true});
+    const Parts parts{p.key_value_heads, p.spans, true};
+    const uint64_t items = temp.blocks * parts.count();
+    Ahead ahead(p, call.at<const uint64_t>(pages_slot), parts);
     worker.for_ranges(items, [&](uint64_t begin, uint64_t end) {
         const bool own = begin >= worker.share(items) && begin < worker.share_end(items);
         for (uint64_t item = begin; item < end; item++) {
-            const uint64_t index = item / parts, part = item % parts;
-            const uint64_t left = (own ? worker.share_end(items) : end) - item;
-            const uint32_t span = (uint32_t)(part / p.key_value_heads);
-            const Block block =
-                make_block(call, worker, temp, pages_slot, (uint32_t)(part % p.key_value_heads), (uint32_t)index);
-            ahead.start(part, left < parts - part ? part + left : parts, block.seen(span_at(p, 0, p.spans)),
+            const uint64_t index = item / parts.count(), part = item % parts.count();
+            const uint64_t goes_to = part + (own ? worker.share_end(items) : end) - item;
+            const Block block = make_block(call, worker, temp, pages_slot, parts.head(part), (uint32_t)index);
+            ahead.start(part, goes_to < parts.count() ? goes_to : parts.count(), block.seen(span_at(p, 0, p.spans)),
                         !reads_pages(block));
-            attend_span(block, span_at(p, span), ahead);
-            finish(block, span);
+            attend_span(block, span_at(p, parts.span(part)), ahead);
+            finish(block, parts.span(part));
         }
     });
 }

@@ -8,7 +8,7 @@ namespace ferrum::cpu {
 
 namespace {
 
-constexpr uint64_t kFewProducts = 1 << 16;  // about 2 us, of which waking and meeting a thread takes as much
+constexpr uint64_t kFewProducts = 1 << 16;  // less work than meeting other threads for it
 
 // Both multiply the same rows, prepared in the same way; the second finds them ready.
 bool same_input(const Call &first, const Call &second) {

@@ -49,7 +49,7 @@ bool Worker::take_range(uint64_t n, uint64_t &begin, uint64_t &end) {
     return false;
 }
 
-// A thread alone shares nothing: locked instructions would wait for what it fetches.
+// A thread alone shares nothing and needs no locked instructions.
 bool Worker::take_all(uint64_t n, uint64_t &begin, uint64_t &end) {
     std::atomic<uint64_t> &taken = job_.taken(loop_, 0);
     begin = taken.load(std::memory_order_relaxed);
