@@ -239,7 +239,9 @@ def show(row: dict[str, Any], limit: dict[str, float]) -> None:
         read = row.get("read_gb_s", limit["read_gb_s"])
         note = f" of {read:.1f}" if "read_gb_s" in row else ""
         cells.append(f"{row['gb_s']:.1f} ({row['gb_s'] / read:.0%}{note})")
-        share = f" ({row['gop_s'] / limit['dot16_gop_s']:.0%})" if limit["dot16_gop_s"] else ""
+        # Blocks are multiplied as 16-bit integers, everything else as float32.
+        most = limit["fma_gop_s" if row.get("format", "F32") in DTYPES else "dot16_gop_s"]
+        share = f" ({row['gop_s'] / most:.0%})" if most else ""
         cells.append(f"{row['gop_s']:.0f}{share}")
     elif "new_pages" in row:
         cells += [f"{row['prompt_pages']} pages shared, {row['new_pages']} new", ""]
@@ -273,7 +275,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             f"\n{threads} threads: this machine reads {limit['read_gb_s']:.1f} GB/s, multiplies "
             f"{limit['dot16_gop_s']:.0f} GOP/s of 16-bit integers and {limit['fma_gop_s']:.0f} of float32\n"
         )
-        print("| function | µs a call | GB/s (of reading) | GOP/s (of 16-bit dots) |\n|---|---|---|---|")
+        print("| function | µs a call | GB/s (of reading) | GOP/s (of the limit) |\n|---|---|---|---|")
         with pf.Device(threads=threads) as device:
             rows = []
             for row in measure(device, arguments, limits):

@@ -10,10 +10,11 @@
 // Dense formats. Products are summed in float32 by one fused multiply-add after another over 32 inputs, and the sums of
 // 32 added in order.
 //
-// A few rows read the weights once, straight into registers: their limit is memory. More rows go in items that unpack a
-// panel of weights once, as pairs of 16-bit integers or as float32, and run tiles of rows over it: their limit is the
-// multiply-adds, two vectors a cycle. So a tile keeps as many sums in registers as there are, those over blocks stay in
-// the first-level cache, and so does the panel.
+// A few rows take the weights straight into registers, up to twelve rows at a time: the limit of one is memory, and
+// where there are more, laying weights out for later would cost more than unpacking them again. Many rows go in items
+// that unpack a panel of weights once, as pairs of 16-bit integers or as float32, and run tiles of rows over it: their
+// limit is the multiply-adds, two vectors a cycle. So a tile keeps as many sums in registers as there are, those over
+// blocks stay in the first-level cache, and so does the panel.
 #include "linear_blocks.h"
 #include "linear_dense.h"
 
@@ -21,13 +22,17 @@ namespace ferrum::cpu::FERRUM_CPU_ISA {
 
 namespace {
 
+// How a format is multiplied, and up to how many rows stream its weights: fields of 5 and 6 bits take longest to
+// unpack.
 template <class F, bool kDense = (F::bits > 8)>
 struct Form {
+    static constexpr uint64_t kStreamed = kRegisterLanes < 16 ? 4 : F::bits % 4 ? 24 : 48;
     using X = FixedPoint;
     using Panel = IntegerPanel<Packed<F>::groups, F::has_min>;
 };
 template <class F>
 struct Form<F, true> {
+    static constexpr uint64_t kStreamed = kRegisterLanes < 16 ? 4 : 48;
     using X = Floats;
     using Panel = FloatPanel;
 };
@@ -47,9 +52,9 @@ void multiply_item(const Call &call, X x, uint64_t begin, const uint8_t *packed,
     const auto &p = call.params<ferrum_linear_params>();
     const uint32_t width = p.in_features, blocks = (width + 31) / 32;
     const uint64_t group_bytes = packed_group_bytes<F>(width);
-    if (x.rows <= kStreamRows) {
+    if (x.rows <= Form<F>::kStreamed) {
         for (; group < last; group++, packed += group_bytes)
-            in_groups<kStreamRows>(0, x.rows, [&](auto rows, uint64_t row) {
+            in_even_groups<kStreamRows>(x.rows, [&](auto rows, uint64_t row) {
                 multiply_stream<F, decltype(rows)::value>(call, x.at(0, row), begin + row, packed, group);
             });
         return;

@@ -58,6 +58,18 @@ static FERRUM_ALWAYS_INLINE void in_groups(uint64_t first, uint64_t end, Body &&
         if (first < end) in_groups<kMost - 1>(first, end, body);
 }
 
+// The same for [0, count), in as few groups as it takes, of equal sizes or nearly so.
+template <int kMost, class Body>
+static FERRUM_ALWAYS_INLINE void in_even_groups(uint64_t count, Body &&body) {
+    uint64_t first = 0;
+    for (uint64_t groups = (count + kMost - 1) / kMost; groups > 1; groups--) {
+        const uint64_t size = (count - first + groups - 1) / groups;
+        in_groups<kMost>(first, first + size, body);
+        first += size;
+    }
+    in_groups<kMost>(first, count, body);
+}
+
 #define FERRUM_EACH(...) FERRUM_UNROLL for (int i = 0; i < kParts; i++) __VA_ARGS__
 
 static FERRUM_ALWAYS_INLINE f32x16 load(const float *from) {
