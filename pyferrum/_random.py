@@ -27,12 +27,23 @@ def key(seed: int) -> Key:
     return Key(0, int(seed))
 
 
+def as_key(given: Key | int) -> Key:
+    """A key, or the key of a seed."""
+    if isinstance(given, Key):
+        return given
+    if not isinstance(given, (int, np.integer)):
+        raise InvalidArgument(f"key: expected a Key, as `key` and `split` give, or a seed, got {given!r}")
+    return key(int(given))
+
+
 def _generator(key: Key) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=np.array([key.low, key.high], np.uint64)))
 
 
 def split(key: Key, count: int = 2) -> tuple[Key, ...]:
     """`count` keys, independent of each other and of `key`, which must not be used again."""
+    if not isinstance(key, Key):
+        raise InvalidArgument(f"key: expected a Key, as `key` gives for a seed, got {key!r}")
     words = _generator(key).integers(0, 1 << 64, size=(count, 2), dtype=np.uint64)
     return tuple(Key(int(high), int(low)) for high, low in words)
 

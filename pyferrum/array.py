@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,10 @@ from pyferrum.formats import DTYPES, FORMATS, NAMES, NUMBERS, Shape
 _LETTERS = {name: dtype.str for name, dtype in DTYPES.items()} | {"BF16": "|V2"}
 
 
+def _keep(_: Any) -> None:
+    """Called when what it is bound to is no longer needed."""
+
+
 class DeviceArray:
     """A shape and a format over a device's buffer. Base of Array and BlockArray; use those."""
 
@@ -29,7 +34,7 @@ class DeviceArray:
         self._buffer = buffer
         self._offset = offset
         self._native_tensor: Any = None
-        self._group: Any = None  # of AttentionWeights that begin with this; holds no memory
+        self._group: Any = None  # of AttentionWeights that begin with this: their native tensors
 
     @property
     def buffer(self) -> Any:
@@ -42,9 +47,12 @@ class DeviceArray:
     def tensor(self) -> Any:
         """The native tensor, for calls."""
         buffer = self.buffer
-        if self._native_tensor is None:
-            self._native_tensor = _native.tensor(buffer, self._offset, self.shape, NUMBERS[self.format])
-        return self._native_tensor
+        tensor = self._native_tensor
+        if tensor is None:
+            tensor = self._native_tensor = _native.tensor(buffer, self._offset, self.shape, NUMBERS[self.format])
+            if self._buffer is not buffer:  # another thread has closed the array meanwhile
+                return self.buffer
+        return tensor
 
     @property
     def ndim(self) -> int:
@@ -71,7 +79,10 @@ class DeviceArray:
         return self
 
     def close(self) -> None:
-        """Let go of the memory now; NumPy views already taken stay valid. Idempotent."""
+        """Let go of the memory now; NumPy views already taken stay valid, and so do calls under way. Idempotent."""
+        buffer, tensor = self._buffer, self._native_tensor
+        if buffer is not None and tensor is not None:
+            weakref.finalize(tensor, _keep, buffer).atexit = False  # as long as a call of another thread has it
         self._buffer = None
         self._native_tensor = self._group = None
 
@@ -135,6 +146,12 @@ class Array(DeviceArray):
     def item(self) -> Any:
         """The only element, as a Python number."""
         return np.asarray(self).item()
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
 
     def __len__(self) -> int:
         if not self.shape:

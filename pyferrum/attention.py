@@ -69,9 +69,12 @@ def causal_attention(states: Any, x: Any, weights: AttentionWeights) -> Any:
         extended = KVState(device, config, handle, None if length is None else length + shape[0])
         return extended, Array(device, y, shape, row.format)
 
-    group = tuple(states)
+    group = tuple(states) if isinstance(states, (list, tuple)) else ()
     if not group or not all(isinstance(state, KVState) for state in group):
-        raise InvalidArgument("states: expected a KVState or a non-empty sequence of them")
+        hint = "; a model's state has one for each layer, `state.layers`" if hasattr(states, "layers") else ""
+        raise InvalidArgument(
+            f"states: expected a KVState or a non-empty list of them, got {type(states).__name__}{hint}"
+        )
     if any(state.config != group[0].config for state in group):
         raise InvalidArgument("states: expected one AttentionConfig for all of them")
     if isinstance(x, Ragged):

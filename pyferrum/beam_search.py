@@ -30,7 +30,7 @@ class Beam:
     score: float
     """log_probability / len(tokens) ** length_penalty: beams are ranked by it."""
     finish_reason: str
-    """"stop" (an end-of-sequence token) or "length"."""
+    """"stop" (an end-of-sequence token) or "length": `max_tokens`, or as many as the model's context holds."""
     state: ModelState
     """Everything up to, but not including, the last token."""
 
@@ -73,7 +73,7 @@ def beam_search(
         At most `beams` of them, the best first.
 
     Raises:
-        InvalidArgument: an option out of its range, an empty prompt, or more tokens than the model's context.
+        InvalidArgument: an option out of its range, or a prompt that is empty or longer than the model's context.
         OutOfPages: the arena is full; no state has changed.
     """
     if not 1 <= beams <= MAX_BEAMS:
@@ -93,7 +93,8 @@ def beam_search(
     for length in range(1, max_tokens + 1):
         kept = _best(kept, growing, beams, length**length_penalty, ends)
         unfinished = [beam for beam in kept if beam.finish_reason == "length"]
-        if not unfinished or length == max_tokens:
+        full = before.length + len(tokens) + length > model.config.attention.maximum_context_tokens
+        if not unfinished or length == max_tokens or full:
             break
         states, rows = model.forward(
             [beam.state for beam in unfinished], [beam.tokens[-1:] for beam in unfinished], last_only=True

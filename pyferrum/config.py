@@ -95,8 +95,10 @@ class AttentionConfig:
                 raise InvalidArgument(f"[attention_config] {name}: expected a whole number, got {value!r}")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise InvalidArgument("[attention_config] sliding_window: expected at least 1 or None, got 0")
-        if self.softcap is not None and not self.softcap > 0:
-            raise InvalidArgument(f"[attention_config] softcap: expected > 0 or None, got {self.softcap}")
+        if self.softcap is not None and not np.float32(self.softcap) > 0:
+            raise InvalidArgument(f"[attention_config] softcap: expected > 0 in float32 or None, got {self.softcap}")
+        if self.scale and np.float32(self.scale) == 0:
+            raise InvalidArgument(f"[attention_config] scale: expected a number that float32 has, got {self.scale}")
         if not 0 < self.rope_theta < float("inf"):
             raise InvalidArgument(f"[attention_config] rope_theta: expected a positive number, got {self.rope_theta}")
         if self.rotary_dim < 2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import resource
 import sys
 import time
@@ -40,15 +41,21 @@ class GenerationResponse:
     peak_memory: float
     """Of the process, in GB."""
     finish_reason: str | None
-    """None, "stop" (an end-of-sequence token, which is not in `text`) or "length"."""
+    """None, "stop" (an end-of-sequence token, which is not in `text`) or "length": `max_tokens`, or as many as the
+    model's context holds."""
     state: ModelState
-    """Everything up to, but not including, this token."""
+    """Everything up to, but not including, this token: what goes on behind it begins with `token`."""
 
 
 def prompt_text(model: Model, prompt: Prompt) -> str | None:
     """A prompt's text, messages in the chat template; None if it is of token ids."""
     if isinstance(prompt, str):
         return prompt
+    if isinstance(prompt, (bytes, bytearray, Mapping)) or not hasattr(prompt, "__iter__"):
+        hint = {bytes: ": decode them", dict: ": messages go in a list"}.get(type(prompt), "")
+        raise InvalidArgument(
+            f"prompt: expected text, a list of chat messages or token ids, got {type(prompt).__name__}{hint}"
+        )
     messages = [entry for entry in prompt if isinstance(entry, Mapping)]
     ids = len(prompt) - len(messages)
     if messages and ids:
@@ -58,11 +65,21 @@ def prompt_text(model: Model, prompt: Prompt) -> str | None:
     return model.tokenizer.apply_chat_template(messages) if messages else None
 
 
+def token_ids(tokens: Any, name: str) -> list[int]:
+    """Integers, whatever their type; nothing else passes for one."""
+    if isinstance(tokens, (str, bytes, bytearray)):
+        raise InvalidArgument(f"{name}: expected token ids, got {type(tokens).__name__}")
+    try:
+        return [operator.index(token) for token in tokens]
+    except TypeError:
+        raise InvalidArgument(f"{name}: expected token ids, all of them integers, got {tokens!r:.80}") from None
+
+
 def prompt_tokens(model: Model, prompt: Prompt, *, continued: bool = False) -> list[int]:
     """Token ids of a prompt; of a text, behind BOS if the tokenizer says so and nothing came before."""
     text = prompt_text(model, prompt)
     if text is None:
-        return [int(token) for token in prompt]  # type: ignore[arg-type]
+        return token_ids(prompt, "prompt")
     return model.tokenizer.encode(text, add_bos=False if continued else None)
 
 
@@ -90,14 +107,15 @@ def generate(
         top_k: most probable tokens kept; 0 keeps all.
         min_p: least probability kept, relative to the best.
         key: of the draws (`pyferrum.random.key`), or a seed. The same key gives the same text.
-        state: what came before the prompt; None for nothing. It stays as it is.
+        state: what came before the prompt; None for nothing. It stays as it is. A step's own state does not hold the
+            step's token yet: `generate(model, [step.token, *more], state=step.state)` goes on behind it.
         ignore_eos: go on after an end-of-sequence token.
 
     Yields:
         A GenerationResponse per token; the last one has a `finish_reason`.
 
     Raises:
-        InvalidArgument: an option out of its range, or an empty prompt.
+        InvalidArgument: an option out of its range, or a prompt that is empty or longer than the model's context.
     """
     sampling = Sampling(temp, top_k, top_p, min_p)
     if max_tokens < 1:
@@ -117,7 +135,7 @@ def _steps(
     state: ModelState | None,
     ignore_eos: bool,
 ) -> Iterator[GenerationResponse]:
-    key = random.key(key) if isinstance(key, int) else key
+    key = random.as_key(key)
     ends = frozenset() if ignore_eos else model.tokenizer.eos_token_ids
     stream = model.tokenizer.stream()
     start = time.perf_counter()
@@ -128,7 +146,8 @@ def _steps(
     for count in range(1, max_tokens + 1):
         key, use = random.split(key)
         token = random.categorical(use, sampling.probabilities(row))
-        finish = "stop" if token in ends else "length" if count == max_tokens else None
+        is_last = count == max_tokens or current.length == model.config.attention.maximum_context_tokens
+        finish = "stop" if token in ends else "length" if is_last else None
         text = "" if finish == "stop" else stream.push(token)
         yield GenerationResponse(
             text=text + stream.flush() if finish else text,

@@ -214,13 +214,20 @@ def _flatten(value: Any, leaves: list[Any], inputs: dict[int, Any] | None = None
     if isinstance(value, (tuple, list)):
         return "sequence", type(value), tuple([_flatten(v, leaves, inputs) for v in value])
     if isinstance(value, dict):
-        return "dict", tuple(value), tuple([_flatten(v, leaves, inputs) for v in value.values()])
+        return (
+            "dict",
+            tuple(value),
+            tuple(map(type, value)),
+            tuple([_flatten(v, leaves, inputs) for v in value.values()]),
+        )
     if hasattr(value, "tree_flatten"):  # as in jax.tree_util.register_pytree_node_class
         children, auxiliary = value.tree_flatten()
         return "node", type(value), auxiliary, tuple([_flatten(v, leaves, inputs) for v in children])
     if is_dataclass(value) and not isinstance(value, type) and not isinstance(value, AttentionConfig):
         names = tuple((f.name, f.init) for f in fields(value))
         return "dataclass", type(value), names, tuple(_flatten(getattr(value, n), leaves, inputs) for n, _ in names)
+    if isinstance(value, np.floating):
+        return "static", type(value), value, value.tobytes()
     if type(value) is float:
         return "float", value.hex()  # -0.0 is not 0.0 here, and NaN is NaN
     try:

@@ -13,7 +13,7 @@ import numpy as np
 
 from pyferrum.checkpoint import Tokenizer
 from pyferrum.errors import InvalidArgument
-from pyferrum.generate import Prompt, prompt_text, prompt_tokens
+from pyferrum.generate import Prompt, prompt_text, prompt_tokens, token_ids
 from pyferrum.models.model import Model, ModelState
 from pyferrum.ops import argmax, cross_entropy
 
@@ -76,7 +76,7 @@ def score(
     scored: list[list[int]] = []
     for index, continuation in enumerate(continuations):
         if not isinstance(continuation, str):
-            context, tokens = ids, [int(token) for token in continuation]
+            context, tokens = ids, token_ids(continuation, f"continuations[{index}]")
         elif text is None:
             context, tokens = ids, model.tokenizer.encode(continuation, add_bos=False)
         else:

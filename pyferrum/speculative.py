@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,7 +87,8 @@ def speculative_generate(
         A SpeculativeResponse per token; `state` is everything before it.
 
     Raises:
-        InvalidArgument: an option out of its range, or an empty prompt.
+        InvalidArgument: an option out of its range, a prompt that is empty or longer than the model's context, or a
+            proposal that cannot be one.
     """
     return speculative_generate_batch(
         model,
@@ -126,11 +127,14 @@ def speculative_generate_batch(
         A SpeculativeResponse per token; `lane` says of which prompt. A lane's tokens come in order.
     """
     sampling = Sampling(temperature, top_k, top_p, min_p)
+    if not isinstance(drafter, Drafter):
+        raise InvalidArgument(f"drafter: expected a Drafter, as `load_draft` makes one, got {type(drafter).__name__}")
     rows = min(drafter.block_size, MAX_ROWS) if block is None else block
     if not 2 <= rows <= MAX_ROWS:
         raise InvalidArgument(f"block: expected 2…{MAX_ROWS}, got {rows}")
-    if not 1 <= len(prompts) <= MAX_LANES or isinstance(prompts, (str, Mapping)):
-        raise InvalidArgument(f"prompts: expected 1…{MAX_LANES} of them, got {len(prompts)}")
+    if not isinstance(prompts, (list, tuple)) or not 1 <= len(prompts) <= MAX_LANES:
+        got = len(prompts) if isinstance(prompts, (list, tuple)) else type(prompts).__name__
+        raise InvalidArgument(f"prompts: expected a list of 1…{MAX_LANES} of them, got {got}")
     if max_tokens < 1:
         raise InvalidArgument(f"max_tokens: expected at least 1, got {max_tokens}")
     if chunk < 1:
@@ -138,8 +142,7 @@ def speculative_generate_batch(
     encoded = [prompt_tokens(model, prompt) for prompt in prompts]
     if not all(encoded):
         raise InvalidArgument("prompt: expected at least one token, got none")
-    root = random.key(key) if isinstance(key, int) else key
-    keys = random.split(root, len(encoded) + 1)
+    keys = random.split(random.as_key(key), len(encoded) + 1)
     ends = frozenset() if ignore_eos else model.tokenizer.eos_token_ids
     decoding = _Decoding(model, drafter, sampling, rows, max_tokens, ends, keys[-1])
     return decoding.run(encoded, keys[:-1], chunk)
@@ -235,7 +238,31 @@ class _Decoding:
         if rows == 1:
             return [Proposal([], np.zeros((0, 1), int), np.zeros((0, 1)))] * len(lanes)
         self.draft_key, use = random.split(self.draft_key)
-        return self.drafter.propose(context, [lane.anchor for lane in lanes], rows, self.sampling.temp, use)
+        drafts = self.drafter.propose(context, [lane.anchor for lane in lanes], rows, self.sampling.temp, use)
+        for index, draft in enumerate(drafts):
+            self._check(draft, rows - 1, index)
+        return drafts
+
+    def _check(self, draft: Proposal, count: int, lane: int) -> None:
+        """That a proposal is one: `_accept` follows the target's distribution only if a draft was drawn as it says."""
+        tokens, vocabulary = np.asarray(draft.tokens), self.model.config.vocabulary
+        if tokens.shape != (count,) or (count and not 0 <= tokens.min() <= tokens.max() < vocabulary):
+            raise InvalidArgument(
+                f"drafter: expected {count} tokens of 0…{vocabulary - 1} for lane {lane}, got {draft.tokens}"
+            )
+        if self.sampling.temp == 0:
+            return
+        candidates, probabilities = np.asarray(draft.candidates), np.asarray(draft.probabilities, np.float64)
+        drawn = np.where(candidates == tokens[:, None], probabilities, 0).sum(axis=1)
+        if (
+            not (probabilities >= 0).all()
+            or not (drawn > 0).all()
+            or np.abs(probabilities.sum(axis=1) - 1).max() > 1e-3
+        ):
+            raise InvalidArgument(
+                f"drafter: expected probabilities of lane {lane} that sum to 1, the drawn tokens' among them, got sums "
+                f"{probabilities.sum(axis=1)} and {drawn} of the tokens"
+            )
 
     def _verify(
         self, states: list[ModelState], blocks: list[list[int]]
@@ -268,7 +295,8 @@ class _Decoding:
     ) -> SpeculativeResponse:
         lane.count += 1
         lane.anchor = token
-        lane.finish = "stop" if token in self.ends else "length" if lane.count == self.max_tokens else None
+        is_last = lane.count == self.max_tokens or state.length == self.model.config.attention.maximum_context_tokens
+        lane.finish = "stop" if token in self.ends else "length" if is_last else None
         text = "" if lane.finish == "stop" else lane.stream.push(token)
         return SpeculativeResponse(
             text=text + lane.stream.flush() if lane.finish else text,

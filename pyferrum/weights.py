@@ -121,8 +121,8 @@ class AttentionWeights(NamedTuple):
     def native(self, device: Device) -> tuple[Any, Any]:
         """(The native weights, what has to live until the call is over.)
 
-        They are made once and kept at `q_proj`: addresses alone, good as long as each weight has the native tensor
-        they were made from, which a closed one has not.
+        They are made once and kept at `q_proj`, good as long as each weight has the native tensor they were made from,
+        which a closed one has not.
         """
         first = self.q_proj
         if isinstance(first, DeviceArray) and first._group is not None:
@@ -134,12 +134,13 @@ class AttentionWeights(NamedTuple):
                 elif tensor is None or getattr(value, "_native_tensor", None) is not tensor:
                     break
             else:
-                return struct, self
+                return struct, tensors
         arrays = self.tensors(device)
-        struct = _native.attention_weights({name: array.tensor for name, array in arrays.items()})
+        native = {name: array.tensor for name, array in arrays.items()}
+        struct = _native.attention_weights(native)
         if first is not None and all(value is None or isinstance(value, DeviceArray) for value in self):
             first._group = struct, tuple(None if value is None else value.tensor for value in self)
-        return struct, arrays
+        return struct, (arrays, native)
 
     def tensors(self, device: Device) -> dict[str, DeviceArray]:
         """The weights that are there, on the device, by field."""

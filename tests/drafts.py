@@ -196,7 +196,7 @@ class Chain:
 
     size = 6
     tokenizer = SimpleNamespace(eos_token_ids=frozenset(), stream=lambda: SimpleNamespace(push=str, flush=str))
-    config = SimpleNamespace(attention=SimpleNamespace(maximum_context_tokens=1 << 40))
+    config = SimpleNamespace(attention=SimpleNamespace(maximum_context_tokens=1 << 40), vocabulary=size)
 
     def __init__(self, seed: int) -> None:
         self.rows = np.random.default_rng(seed).standard_normal((self.size, self.size)).astype(np.float32)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import pyferrum as pf
+from pyferrum import _native
 from pyferrum.formats import BLOCK_FORMATS, FORMATS
 from tests.cases.weights import random_blocks
 
@@ -348,3 +349,21 @@ def test_block_array__bad_arguments_are_named(name: str) -> None:
     data, format, shape, message = BAD_BLOCKS[name]
     with pytest.raises(pf.InvalidArgument, match=message):
         pf.block_array(data, format, shape)
+
+
+def test_close__leaves_memory_to_calls_under_way(no_leaks: None) -> None:
+    """Another thread may be in a call with the array: it holds the native tensor, an address alone."""
+    a = pf.array(np.ones((4, 4), np.float32))
+    before, tensor = _native.debug_counts()["buffers"], a.tensor
+    a.close()
+    assert _native.debug_counts()["buffers"] == before
+    with pytest.raises(pf.StateError, match="closed"):
+        _ = a.tensor
+    del tensor
+    assert _native.debug_counts()["buffers"] == before - 1
+    b = pf.array(np.ones((4, 4), np.float32))
+    assert b.tensor is not None
+    b.close()
+    assert _native.debug_counts()["buffers"] == before - 1
+    scalar = pf.array(np.float32(2.5))
+    assert (float(scalar), int(scalar)) == (2.5, 2)

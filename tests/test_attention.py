@@ -109,3 +109,20 @@ def test_attention__positions_far_out_are_exact() -> None:
     far = reference.KVState(config, np.zeros((length, 1, 32)), np.zeros((length, 1, 32)))
     expected, _ = reference.causal_attention(far, x, weights)
     np.testing.assert_allclose(state.keys(length), expected.keys[length:], atol=2e-3, rtol=2.0**-10)
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_attention__a_score_of_minus_infinity_has_no_weight(tokens: int) -> None:
+    """Also where a span has no other: keys 0…255 are one on the CPU."""
+    config = pf.AttentionConfig(hidden_size=64, query_heads=1, key_value_heads=1, head_dim=64, rope_dim=2)
+    weights = pf.AttentionWeights(np.ones(64, np.float32), *[np.eye(64, dtype=np.float16)] * 4)
+    rng = np.random.default_rng(0)
+    keys, values = rng.standard_normal((2, 300, 1, 64)).astype(np.float16)
+    keys[:256, 0, 5] = -np.inf
+    x = np.abs(rng.standard_normal((tokens, 64)))
+    _, y = pf.causal_attention(pf.init_state(config).append(keys, values), x.astype(np.float32), weights)
+    before = reference.init_state(config).append(keys, values)
+    with np.errstate(invalid="ignore"):
+        _, expected = reference.causal_attention(before, x.astype(np.float32), weights)
+    assert np.isfinite(expected).all()
+    np.testing.assert_allclose(np.asarray(y), expected, atol=1e-2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 import pyferrum as pf
 from pyferrum.sampling import Sampling, log_softmax
+from tests import tiny
 
 PROMPT = "The capital of France is"
 
@@ -111,3 +113,44 @@ def test_prompt__of_ids_and_messages_mixed_is_refused(model: pf.Model) -> None:
     mixed: Any = [1, {"role": "user", "content": "hello"}, 2]
     with pytest.raises(pf.InvalidArgument, match="prompt: expected chat messages or token ids, got 1 messages and 2"):
         pf.generate(model, mixed)
+
+
+def test_prompt__takes_text_messages_or_integers_and_nothing_else(model: pf.Model) -> None:
+    one = {"role": "user", "content": "hello"}
+    wrong: Any
+    for wrong, message in (
+        (b"abc", "prompt: expected text, a list of chat messages or token ids, got bytes: decode them"),
+        (one, "prompt: expected text, .*, got dict: messages go in a list"),
+        (None, "prompt: expected text, .*, got NoneType"),
+        ([1.9, 2.2], "prompt: expected token ids, all of them integers, got \\[1.9, 2.2\\]"),
+        (["a", "b"], "prompt: expected token ids, all of them integers"),
+    ):
+        with pytest.raises(pf.InvalidArgument, match=message):
+            pf.generate(model, wrong)
+    for text in (b"abc", [b"abc"], [[1.5, 2.0]], None):
+        with pytest.raises(pf.InvalidArgument, match="text: expected t"):
+            pf.evaluate.perplexity(model, text)  # type: ignore[arg-type]
+    with pytest.raises(pf.InvalidArgument, match="continuations\\[0\\]: expected token ids, got bytes"):
+        pf.score(model, "a", [b"b"])  # type: ignore[list-item]
+    with pytest.raises(pf.InvalidArgument, match=r"key: expected a Key, .* got 0.5"):
+        next(pf.generate(model, [1], key=0.5))  # type: ignore[arg-type]
+    assert [s.token for s in pf.generate(model, np.array([1, 2]), max_tokens=2)] == [
+        s.token for s in pf.generate(model, [1, 2], max_tokens=2)
+    ]
+
+
+def test_generate__ends_where_the_context_does(tmp_path: Path) -> None:
+    """16 tokens in all: 3 of the prompt, 13 that were fed back, and one that nothing follows."""
+    model = pf.load(tiny.write_tiny(tmp_path, config={"max_position_embeddings": 16}))
+    steps = list(pf.generate(model, [5, 6, 7], max_tokens=100, ignore_eos=True))
+    assert (len(steps), steps[-1].finish_reason, steps[-1].state.length) == (14, "length", 16)
+    beams = pf.beam_search(model, [5, 6, 7], beams=3, max_tokens=100, ignore_eos=True)
+    assert {(len(beam.tokens), beam.finish_reason, beam.state.length) for beam in beams} == {(14, "length", 16)}
+    for message, call in (
+        ("expected at most 16, .* got 17", lambda: list(pf.generate(model, [5] * 17))),
+        ("expected at most 0, .* behind 16, got 1", lambda: model.forward(steps[-1].state, [5])),
+    ):
+        with pytest.raises(pf.InvalidArgument, match=message):
+            call()
+    behind = pf.generate(model, [steps[4].token], state=steps[4].state, max_tokens=3, ignore_eos=True)
+    assert [step.token for step in behind] == [step.token for step in steps[5:8]]

@@ -158,3 +158,47 @@ def test_ops__have_the_same_bits_on_every_instruction_set() -> None:
     for name, other in rest:
         for a, b in zip(first, other, strict=True):
             np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+@pytest.mark.parametrize("formats", [("F16", "F32", "F16"), ("BF16", "F32", "F16")])
+def test_attention__of_unprepared_weights_of_several_formats(formats: tuple[str, ...]) -> None:
+    """Projections of one input run side by side, each thread with room of its own for the weights it lays out."""
+    rng = np.random.default_rng(0)
+    config = pf.AttentionConfig(hidden_size=256, query_heads=8, key_value_heads=8, head_dim=32)
+    matrices = [random_weight(rng, format, (256, 256)) for format in (*formats, "F16")]
+    x = rng.standard_normal((20, 256)).astype(np.float32)
+
+    def run(device: pf.Device, times: int) -> list[bytes]:
+        weights = pf.AttentionWeights(np.ones(256, np.float32), *(on(device, w) for w in matrices))
+        state, local = pf.init_state(config, device=device), pf.array(x, device=device)
+        return [np.asarray(pf.causal_attention(state, local, weights)[1]).tobytes() for _ in range(times)]
+
+    (want,) = run(pf.Device(threads=1), 1)
+    assert set(run(pf.Device(threads=5), 150)) == {want}
+
+
+def test_program__norms_in_a_row_read_before_they_write() -> None:
+    """A linear launch runs what comes before it row by row, unless a row written early is one still to be read."""
+    rng = np.random.default_rng(0)
+    device = pf.Device(threads=5)
+
+    def half(*shape: int) -> pf.Array:
+        return pf.array((rng.standard_normal(shape) / 8).astype(np.float16), device=device)
+
+    first, second, last, one, two = half(512, 512), half(512, 512), half(256, 512), half(512), half(512)
+
+    def of_one(x: pf.Array) -> pf.Array:
+        wide = pf.linear(x, first, dtype=np.float32)
+        return pf.linear(pf.rms_norm(pf.rms_norm(wide, one), two), last, dtype=np.float32)
+
+    def of_two(x: pf.Array) -> pf.Array:
+        branch = pf.linear(pf.linear(x, second), second)
+        stream = pf.residual_add(pf.linear(x, first, dtype=np.float32), branch)
+        return pf.linear(pf.rms_norm(pf.rms_norm(stream, one), two), last, dtype=np.float32)
+
+    for function in (of_one, of_two):
+        jitted = pf.jit(function)
+        for rows in (128, 7):
+            for _ in range(40):
+                x = half(rows, 512)
+                assert np.asarray(jitted(x)).tobytes() == np.asarray(function(x)).tobytes()

@@ -222,7 +222,9 @@ def test_nests__come_back_as_they_are(no_leaks: None) -> None:
     jitted = pf.jit(step)
     for seed in range(3):
         arguments = Pair(grown(4 + seed), f32(3, seed=seed)), {"x": f16(2, seed=seed)}
-        for options in ({}, {"mode": "b"}, {"flags": (1, 2.0, -0.0)}, {"flags": (True, 2, 0.0), "mode": "b"}):
+        for options in ({}, {"mode": "b"}, {"flags": (1, 2.0, -0.0)}, {"flags": (True, 2, 0.0), "mode": "b"},
+                        {"flags": (np.float64(0.0),)}, {"flags": (np.float64(-0.0),)}, {"flags": ({1: 2},)},
+                        {"flags": ({True: 2},)}):  # fmt: skip
             result, expected = jitted(*arguments, **options), step(*arguments, **options)
             assert bits(result) == bits(expected)
             assert repr(result[1][3]) == repr(options.get("flags", ()))  # 1 is not True, and 0.0 not -0.0

@@ -138,13 +138,55 @@ def test_model__refuses_bad_tokens_and_changes_nothing(model: pf.Model) -> None:
         ([-1], "expected 0…49151"),
         ([1.5], "at least one integer"),
         ([[1, 2]], "at least one integer"),
-        (np.zeros(8193, np.int32), "maximum_context_tokens is 8192"),
+        (np.zeros(8193, np.int32), "expected at most 8192, what the model's context of 8192 leaves behind 0, got 8193"),
     ):
         with pytest.raises(pf.InvalidArgument, match=message):
             model.forward(state, tokens, chunk=16384)
     with pytest.raises(pf.InvalidArgument, match="one list per state"):
         model.forward([state], [[1], [2]])
     assert pf.arena_stats()["used_pages"] == before["used_pages"]
+
+
+def test_model__refuses_states_that_are_not_its_own(model: pf.Model, tmp_path: Path) -> None:
+    """Whatever was run before: a step like an earlier one takes a shorter way."""
+    state, _ = model.forward(model.init_state(), [7])
+    grown, _ = model.forward(state, [7])
+    other = pf.AttentionConfig(64, 4, 2, 16)
+    layers = model.init_state().layers
+    elsewhere = pf.Device(threads=1)
+    strangers: tuple[tuple[Any, str], ...] = (
+        (pf.ModelState(layers[:29]), "state: expected the 30 layers of this model, got 29"),
+        (pf.ModelState([*layers, layers[0]]), "state: expected the 30 layers of this model, got 31"),
+        (pf.ModelState(grown.layers[:29]), "state: expected the 30 layers of this model, got 29"),
+        (pf.ModelState([pf.init_state(other)] * 30), "state: is of another model"),
+        (pf.load(tiny.write_tiny(tmp_path)).init_state(), "state: expected the 30 layers of this model, got 2"),
+        (pf.ModelState([pf.init_state(model.config.attention, device=elsewhere)] * 30), "state: is of another device"),
+        (layers[0], "state: expected a ModelState or a list of them, got KVState"),
+        (None, "state: expected a ModelState or a list of them, got NoneType"),
+    )
+    for stranger, message in strangers:
+        with pytest.raises(pf.InvalidArgument, match=message):
+            model.forward(stranger, [7])
+    with pytest.raises(pf.InvalidArgument, match=r"state\[1\]: expected the 30 layers of this model, got 29"):
+        model.forward([state, strangers[0][0]], [[7], [7]])
+    with pytest.raises(pf.InvalidArgument, match=r"state\[0\]: expected a ModelState, as .* got KVState"):
+        model.forward([layers[0]], [[7]])  # type: ignore[list-item]
+    for wrong, message in (
+        ([], "layers: expected a KVState for each layer"),
+        ([1, 2], "layers: expected a KVState for each layer"),
+        ([*layers[:29], grown.layers[0]], "layers: expected one length for all of them, got 0 and 2"),
+        ([layers[0], pf.init_state(other)], "layers: expected one config"),
+    ):
+        with pytest.raises(pf.InvalidArgument, match=message):
+            pf.ModelState(wrong)  # type: ignore[arg-type]
+    new, _ = model.forward(pf.ModelState(grown.layers), [7])
+    assert new.length == 3
+
+
+def test_model__taps_are_a_dict_of_layers(model: pf.Model) -> None:
+    for taps, message in (([1, 2], "taps: expected a dict"), ({"1": None}, "taps: expected layers 0…29, got '1'")):
+        with pytest.raises(pf.InvalidArgument, match=message):
+            model.forward(model.init_state(), [1], taps=taps)  # type: ignore[call-overload]
 
 
 def test_model__decodes_any_list_of_tokens_alike(model: pf.Model, tmp_path: Path) -> None:

@@ -344,8 +344,46 @@ def test_refusals__come_before_anything_runs(target: pf.Model) -> None:
             pf.speculative_generate(target, drafter, [5], **options)
     with pytest.raises(pf.InvalidArgument, match="prompt: expected at least one token"):
         pf.speculative_generate(target, drafter, [])
-    with pytest.raises(pf.InvalidArgument, match="prompts: expected 1…4 of them, got 5"):
+    with pytest.raises(pf.InvalidArgument, match="prompts: expected a list of 1…4 of them, got 5"):
         pf.speculative_generate_batch(target, drafter, [[5]] * 5)
+    with pytest.raises(pf.InvalidArgument, match="prompts: expected a list of 1…4 of them, got str"):
+        pf.speculative_generate_batch(target, drafter, "abc")
+    with pytest.raises(pf.InvalidArgument, match=r"drafter: expected a Drafter, .* got NoneType"):
+        pf.speculative_generate(target, None, [5])  # type: ignore[arg-type]
+
+
+class Claims(Itself):
+    """Proposes something else than the drafter it is made of."""
+
+    def __init__(self, target: pf.Model, change: Any) -> None:
+        super().__init__(target)
+        self.change = change
+
+    def propose(self, *arguments: Any) -> list[Proposal]:
+        return [self.change(proposal) for proposal in super().propose(*arguments)]
+
+
+def test_proposals__that_cannot_be_are_refused(target: pf.Model) -> None:
+    """A draft that was not drawn as it says would change what comes out."""
+    for temperature, change, message in (
+        (0.0, lambda d: d._replace(tokens=[10**6] * len(d.tokens)), "drafter: expected 3 tokens of 0…96 for lane 0"),
+        (0.0, lambda d: d._replace(tokens=d.tokens[1:]), "drafter: expected 3 tokens"),
+        (1.0, lambda d: d._replace(probabilities=np.zeros_like(d.probabilities)), "drafter: expected probabilities"),
+        (1.0, lambda d: d._replace(probabilities=2 * d.probabilities), "drafter: expected probabilities"),
+        (1.0, lambda d: d._replace(tokens=[(t + 1) % 97 for t in d.tokens], candidates=np.array(d.tokens)[:, None],
+                                   probabilities=np.ones((len(d.tokens), 1))), "drafter: expected probabilities"),
+    ):  # fmt: skip
+        steps = pf.speculative_generate(target, Claims(target, change), [5], temperature=temperature, block=4)
+        with pytest.raises(pf.InvalidArgument, match=message):
+            list(steps)
+
+
+def test_end__of_the_context_stops_there(tmp_path: Path) -> None:
+    small = pf.load(tiny.write_tiny(tmp_path, config={"max_position_embeddings": 16}))
+    steps = list(pf.speculative_generate(small, Itself(small), [5, 6, 7], max_tokens=100, block=4, ignore_eos=True))
+    alone = list(pf.generate(small, [5, 6, 7], max_tokens=100, ignore_eos=True))
+    assert [s.token for s in steps] == [s.token for s in alone]
+    assert (steps[-1].finish_reason, steps[-1].state.length) == ("length", 16)
 
 
 def test_cli__drafts_and_says_how_it_went(target: pf.Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,7 +113,7 @@ FERRUM_ALWAYS_INLINE void exponentials(const Block &block, Range span, Range key
                 store(scores + r * stride + i, soft_cap(load(scores + r * stride + i), block.p.softcap));
         for (uint32_t i = start; i < from; i++) scores[r * stride + i] = -__builtin_inff();
         for (uint32_t i = to; i < stop; i++) scores[r * stride + i] = -__builtin_inff();
-        top[r] = splat(-__builtin_inff());
+        top[r] = splat(kNoScore);
         sums[r] = splat(0.0f);
     }
     for (uint32_t i = start; i < stop; i += kLanes)

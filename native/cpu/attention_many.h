@@ -140,7 +140,7 @@ void exponentials(Group &group) {
             scores[first * kScoreTile + i % kLanes] = -__builtin_inff();
         for (uint32_t i = keys.end; i < end * kLanes; i++)
             scores[(end - 1) * kScoreTile + i % kLanes] = -__builtin_inff();
-        f32x16 top = splat(-__builtin_inff());
+        f32x16 top = splat(kNoScore);
         for (uint32_t i = first; i < end; i++) top = max(load(scores + i * kScoreTile), top);
         most[r] = largest(top);
     }

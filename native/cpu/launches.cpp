@@ -1,6 +1,7 @@
 #include "launches.h"
 
 #include <algorithm>
+#include <array>
 
 #include "memory.h"
 
@@ -63,18 +64,43 @@ bool writes(const Call &call, const Input &input) {
     }
 }
 
-// Whether a row of `y`, written early, could be part of another row that the residual has yet to read: memory is given
-// out again once its last reader is done, and behind a residual come launches that know it to be.
-bool overwrites(const ferrum_rms_norm_params &norm, const uint8_t *y, const Call &residual) {
-    const auto &p = residual.params<ferrum_residual_add_params>();
-    const uint64_t element = residual.launch->kernel == kernel_residual_add_f32 ? 4 : 2;
-    auto meets = [&](const uint8_t *x, uint64_t row_bytes) {
-        const uint64_t y_row_bytes = uint64_t(norm.output_stride) * 2;
-        const bool same_rows = x == y && row_bytes == y_row_bytes;
-        return !same_rows && x < y + norm.rows * y_row_bytes && y < x + p.rows * row_bytes;
-    };
-    return meets(residual.slots[FERRUM_RESIDUAL_ADD_X], p.width * element) ||
-           meets(residual.slots[FERRUM_RESIDUAL_ADD_BRANCH], uint64_t(p.branch_stride) * 2);
+struct Rows {
+    const uint8_t *at;
+    uint64_t count, bytes;  // of a row
+};
+
+// What a launch reads that can be run row by row in front of another: of `rows` rows.
+std::array<Rows, 2> rows_read(const Call &call, uint64_t rows) {
+    auto slot = [&](uint32_t i) { return call.slots[i]; };
+    switch (call.launch->kernel) {
+        case kernel_rms_norm_f16:
+        case kernel_rms_norm_f32: {
+            const uint64_t element = call.launch->kernel == kernel_rms_norm_f32 ? 4 : 2;
+            return {Rows{slot(FERRUM_RMS_NORM_X), rows, call.params<ferrum_rms_norm_params>().width * element}};
+        }
+        case kernel_swiglu_f16: {
+            const uint64_t bytes = call.params<ferrum_swiglu_params>().elements / std::max<uint64_t>(rows, 1) * 2;
+            return {Rows{slot(FERRUM_SWIGLU_GATE), rows, bytes}, Rows{slot(FERRUM_SWIGLU_UP), rows, bytes}};
+        }
+        default: {
+            const auto &p = call.params<ferrum_residual_add_params>();
+            const uint64_t element = call.launch->kernel == kernel_residual_add_f32 ? 4 : 2;
+            return {Rows{slot(FERRUM_RESIDUAL_ADD_X), rows, p.width * element},
+                    Rows{slot(FERRUM_RESIDUAL_ADD_BRANCH), rows, uint64_t(p.branch_stride) * 2}};
+        }
+    }
+}
+
+// Whether a row that `norm` writes early could be part of another row that `earlier` has yet to read: memory is given
+// out again once its last reader is done, and a launch behind that one relies on it.
+bool overwrites(const Call &norm, const Call &earlier) {
+    const auto &p = norm.params<ferrum_rms_norm_params>();
+    const Rows y{norm.slots[FERRUM_RMS_NORM_Y], p.rows, uint64_t(p.output_stride) * 2};
+    for (const Rows &x : rows_read(earlier, p.rows)) {
+        const bool same_rows = x.at == y.at && x.bytes == y.bytes;
+        if (!same_rows && x.at < y.at + y.count * y.bytes && y.at < x.at + x.count * x.bytes) return true;
+    }
+    return false;
 }
 
 // Multiplications of a launch, or what takes as long; of kernels not known to be small, more than enough.
@@ -179,13 +205,12 @@ const uint8_t *Launches::prepared_weight(const ferrum_launch &launch) const {
 // Norms, residuals and SwiGLU in front of linear launch `i` become part of how it prepares its input: one pass over
 // memory and one barrier instead of several.
 void Launches::merge(size_t i, RowFunction (*row_function)(uint32_t)) {
-    for (; i > 0; i--) {
+    for (const size_t last = i; i > 0; i--) {
         const bool alone = calls_[i].launch->barrier && (i == 1 || calls_[i - 1].launch->barrier);
         const RowFunction function = row_function(calls_[i - 1].launch->kernel);
         if (!alone || !function || !writes(calls_[i - 1], input_of(calls_[i]))) return;
-        if (!is_linear(calls_[i].launch->kernel) &&
-            overwrites(calls_[i].params<ferrum_rms_norm_params>(), calls_[i].slots[FERRUM_RMS_NORM_Y], calls_[i - 1]))
-            return;
+        for (size_t norm = i; norm < last; norm++)  // those that come between it and the linear launch
+            if (overwrites(calls_[norm], calls_[i - 1])) return;
         calls_[i].before = &calls_[i - 1];
         calls_[i - 1].row_function = function;
     }

@@ -57,7 +57,10 @@ LinearTemp linear_temp(const ferrum_launch &launch, unsigned threads) {
     };
     temp.values = take(rows * align_up(width, 32) * (layout.dense ? 4 : 2));
     temp.sums = take(layout.dense ? 0 : rows * (width / 32) * kBlockSumsBytes);
-    temp.thread_bytes = align_up(kMostTileGroups * layout.group_bytes(width), 64);
+    // As much for all formats that go together: projections that share their input may be under way side by side.
+    const uint64_t widest =
+        layout.dense ? width * kGroupOutputs * 4 : portable::packed_group_bytes<portable::q8_0>(width);
+    temp.thread_bytes = align_up(kMostTileGroups * widest, 64);
     temp.groups = take(temp.thread_bytes * threads);
     return temp;
 }

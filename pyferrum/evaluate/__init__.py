@@ -20,6 +20,7 @@ from pyferrum.evaluate.provenance import device_facts, model_facts, model_sha256
 from pyferrum.evaluate.results import Evaluation, read_result, summary
 from pyferrum.evaluate.tasks import evaluate_tasks
 from pyferrum.evaluate.work import Scored, Unit, run_units
+from pyferrum.generate import token_ids
 from pyferrum.models.model import Model
 
 __all__ = [
@@ -143,7 +144,7 @@ def token_nlls(
         InvalidArgument: nothing to score, or a window of no tokens or beyond the model's context.
     """
     settings = plan(model, "stream", window, None, bos)
-    windows = list(settings.windows([Document(tuple(map(int, tokens)), None, None)]))
+    windows = list(settings.windows([Document(tuple(token_ids(tokens, "tokens")), None, None)]))
     if not windows:
         least = 2 if settings.bos is None or list(tokens[:1]) == [settings.bos] else 1
         raise InvalidArgument(f"tokens: expected at least {least} to score, got {len(tokens)}")
@@ -187,11 +188,13 @@ def _documents(model: Model, texts: Any) -> list[Document]:
     """Documents of text, token ids, or lists of either."""
     if isinstance(texts, str):
         return [_document(model, texts)]
+    if isinstance(texts, (bytes, bytearray)) or not hasattr(texts, "__iter__"):
+        raise InvalidArgument(f"text: expected text, token ids, or a list of either, got {type(texts).__name__}")
     entries = list(texts)
     if all(isinstance(entry, (int, np.integer)) for entry in entries):
         return [Document(tuple(int(token) for token in entries), None, None)]
     return [
-        _document(model, entry) if isinstance(entry, str) else Document(tuple(int(t) for t in entry), None, None)
+        _document(model, entry) if isinstance(entry, str) else Document(tuple(token_ids(entry, "text")), None, None)
         for entry in entries
     ]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -30,9 +30,10 @@ class Proposal(NamedTuple):
     candidates: np.ndarray[Any, Any]
     """[tokens, k]: what each token was chosen from."""
     probabilities: np.ndarray[Any, Any]
-    """[tokens, k]: with which probability each candidate was drawn."""
+    """[tokens, k]: with which probability each candidate was drawn; rows sum to 1, and no token's own is 0."""
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """What `speculative_generate` asks of a draft model; its states are immutable."""
 

@@ -28,15 +28,35 @@ and the first progress report do."""
 
 
 class ModelState:
-    """What a model has seen of one sequence: a KVState for each layer. Immutable; forking is using it twice."""
+    """What a model has seen of one sequence: a KVState for each layer. Immutable; forking is using it twice.
+
+    Raises:
+        InvalidArgument: no layers, or layers that are not KVStates of one device, one configuration and one length.
+    """
 
     __slots__ = ("_group", "_layers", "_length", "_like")
 
     def __init__(self, layers: Sequence[KVState]) -> None:
-        self._layers: tuple[KVState, ...] | None = tuple(layers)
+        layers = tuple(layers)
+        if not layers or not all(isinstance(layer, KVState) for layer in layers):
+            raise InvalidArgument("layers: expected a KVState for each layer of a model")
+        for name in ("device", "config", "length"):
+            kinds = dict.fromkeys(getattr(layer, name) for layer in layers)
+            if len(kinds) > 1:
+                raise InvalidArgument(
+                    f"layers: expected one {name} for all of them, got {' and '.join(map(str, kinds))}"
+                )
+        self._layers: tuple[KVState, ...] | None = layers
         self._group: Any = None
         self._length: int | None = None
         self._like: tuple[Device, AttentionConfig, int] | None = None
+
+    @classmethod
+    def _of_layers(cls, layers: Sequence[KVState]) -> ModelState:
+        """States that are known to go together, or stand for such while calls are recorded."""
+        state: ModelState = object.__new__(cls)
+        state._layers, state._group, state._length, state._like = tuple(layers), None, None, None
+        return state
 
     @classmethod
     def _of_group(cls, group: Any, length: int, like: tuple[Device, AttentionConfig, int]) -> ModelState:
@@ -62,7 +82,7 @@ class ModelState:
 
     def truncate(self, length: int) -> ModelState:
         """The first `length` tokens: O(layers), shares everything."""
-        return ModelState(tuple(layer.truncate(length) for layer in self.layers))
+        return ModelState._of_layers([layer.truncate(length) for layer in self.layers])
 
     def close(self) -> None:
         """Let go of every layer's pages now. Idempotent."""
@@ -82,7 +102,7 @@ class ModelState:
     @classmethod
     def tree_unflatten(cls, _: None, layers: tuple[KVState, ...]) -> ModelState:
         """The inverse."""
-        return cls(layers)
+        return cls._of_layers(layers)
 
     def __enter__(self) -> ModelState:
         return self
@@ -124,6 +144,7 @@ class Model:
         self._tokenizer_lock = threading.Lock()
         self._memory = memory or {}
         self._like = device, config.attention, config.layers
+        self._context = config.attention.maximum_context_tokens
         self._programs: OrderedDict[Any, Program] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -144,8 +165,8 @@ class Model:
 
     def init_state(self) -> ModelState:
         """The state before the first token."""
-        return ModelState(
-            tuple(init_state(self.config.attention, device=self.device) for _ in range(self.config.layers))
+        return ModelState._of_layers(
+            [init_state(self.config.attention, device=self.device) for _ in range(self.config.layers)]
         )
 
     @overload
@@ -184,7 +205,7 @@ class Model:
             tokens: the new tokens, or a list of such. At least one each.
             last_only: logits of the last token only.
             chunk: tokens of a sequence per pass through the layers.
-            taps: its keys are layers, counted from 0: the residual stream behind each of them becomes its value, an
+            taps: a dict whose keys are layers, counted from 0: the residual stream behind each becomes its value, an
                 array [tokens, hidden] in the model's dtype (a list of these for a list of states). In one pass with
                 the logits, so the tokens may be no more than `chunk`.
 
@@ -193,7 +214,8 @@ class Model:
             Row i scores the token after tokens[i]. Bits do not depend on chunks or on companions.
 
         Raises:
-            InvalidArgument: no tokens, a token outside the vocabulary, or more tokens than the model's context.
+            InvalidArgument: no tokens, a token outside the vocabulary, more tokens than the model's context, or a state
+                that is not this model's. Nothing has run.
             OutOfPages: the arena is full; no state has changed.
         """
         if type(tokens) is list and type(state) is ModelState and taps is None:
@@ -201,15 +223,23 @@ class Model:
             if done is not None:
                 return done
         one = isinstance(state, ModelState)
+        if not one and not isinstance(state, (list, tuple)):
+            raise InvalidArgument(f"state: expected a ModelState or a list of them, got {type(state).__name__}")
         states = [state] if one else list(state)
         batch = [self._tokens(t) for t in ([tokens] if one else tokens)]
         if len(states) != len(batch) or not states:
             raise InvalidArgument(f"tokens: expected one list per state, got {len(batch)} for {len(states)}")
+        for i, (before, new) in enumerate(zip(states, batch, strict=True)):
+            self._check(before, len(new), "" if one else f"[{i}]")
         if chunk < 1:
             raise InvalidArgument(f"chunk: expected at least 1, got {chunk}")
+        if taps is not None and not isinstance(taps, dict):
+            raise InvalidArgument(
+                f"taps: expected a dict whose keys are layers, as {{0: None}}, got {type(taps).__name__}"
+            )
         for layer in taps or ():
-            if not 0 <= layer < self.config.layers:
-                raise InvalidArgument(f"taps: expected layers 0…{self.config.layers - 1}, got {layer}")
+            if not isinstance(layer, int) or not 0 <= layer < self.config.layers:
+                raise InvalidArgument(f"taps: expected layers 0…{self.config.layers - 1}, got {layer!r}")
         if taps is not None and max(len(t) for t in batch) > chunk:
             raise InvalidArgument(f"taps: expected at most chunk={chunk} tokens, got {max(len(t) for t in batch)}")
         results, scores = self._in_chunks(states, batch, last_only, chunk, taps)
@@ -227,9 +257,12 @@ class Model:
         """
         key = (len(tokens),), (1 if last_only else len(tokens),), True, ()
         group, vocabulary = state._group, self.config.vocabulary
+        if group is None or state._like is not self._like:
+            return None
+        length = cast(int, state._length) + len(tokens)
         with self._lock:
             program = self._programs.get(key)
-            if program is None or group is None or len(tokens) > chunk or self.device._handle is None:
+            if program is None or len(tokens) > chunk or length > self._context or self.device._handle is None:
                 return None
             self._programs.move_to_end(key)
         for token in tokens:
@@ -241,7 +274,7 @@ class Model:
             return None
         new: ModelState = object.__new__(ModelState)
         new._layers, new._group, new._like = None, made, self._like
-        new._length = cast(int, state._length) + len(tokens)
+        new._length = length
         shape, format, offset = program.arrays[0]
         return new, Array(self.device, buffer, shape, format, offset)
 
@@ -291,7 +324,7 @@ class Model:
 
         if recording():  # of a function that calls this model
             made, new = step([tokens], [layer for state in states for layer in state.layers])
-            results = [ModelState(tuple(new[i : i + layers])) for i in range(0, len(new), layers)]
+            results = [ModelState._of_layers(new[i : i + layers]) for i in range(0, len(new), layers)]
         else:
             key = lengths, tuple(wanted), logits, tapped
             with self._lock:
@@ -330,6 +363,34 @@ class Model:
         )
         made = [] if x is None else [llama.logits(self.params, self.config, x) if logits else x]
         return [*made, *taps.values()], [layer for sequence in new for layer in sequence]
+
+    def _check(self, state: Any, tokens: int, which: str) -> None:
+        """That a state is this model's, and has room for so many tokens."""
+        if not isinstance(state, ModelState):
+            raise InvalidArgument(
+                f"state{which}: expected a ModelState, as `init_state` makes one, got {type(state).__name__}"
+            )
+        device, config, count = self._like
+        if state._like != self._like:
+            if len(state.layers) != count:
+                raise InvalidArgument(
+                    f"state{which}: expected the {count} layers of this model, got {len(state.layers)}"
+                )
+            for layer in state.layers:
+                if layer.device is not device:
+                    raise InvalidArgument(f"state{which}: is of another device, {layer.device!r}, not {device!r}")
+                if layer.config != config:
+                    raise InvalidArgument(
+                        f"state{which}: is of another model: {layer.config}, and this model's is {config}"
+                    )
+        if recording():  # lengths are not known yet
+            return
+        room = self._context - state.length
+        if tokens > room:
+            raise InvalidArgument(
+                f"tokens{which}: expected at most {room}, what the model's context of {self._context} "
+                f"leaves behind {state.length}, got {tokens}"
+            )
 
     def _tokens(self, tokens: ArrayLike) -> np.ndarray[Any, Any]:
         host = np.asarray(tokens)
