@@ -34,7 +34,7 @@ class DeviceArray:
         self._buffer = buffer
         self._offset = offset
         self._native_tensor: Any = None
-        self._group: Any = None  # of AttentionWeights that begin with this: their native tensors
+        self._group: Any = None  # of AttentionWeights that begin with this; holds no memory
 
     @property
     def buffer(self) -> Any:

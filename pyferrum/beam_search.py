@@ -76,7 +76,7 @@ def beam_search(
         InvalidArgument: an option out of its range, or a prompt that is empty or longer than the model's context.
         OutOfPages: the arena is full; no state has changed.
     """
-    if not 1 <= beams <= MAX_BEAMS:
+    if not isinstance(beams, (int, np.integer)) or not 1 <= beams <= MAX_BEAMS:
         raise InvalidArgument(f"beams: expected 1…{MAX_BEAMS}, got {beams}")
     if max_tokens < 1:
         raise InvalidArgument(f"max_tokens: expected at least 1, got {max_tokens}")

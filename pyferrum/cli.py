@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import statistics
 import sys
 import time
@@ -47,7 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         drafter = pf.load_draft(arguments.draft_model, model)
         block = arguments.num_draft_tokens and arguments.num_draft_tokens + 1
-        steps = pf.speculative_generate(model, drafter, prompt, block=block, temperature=arguments.temp, **options)
+        steps = pf.speculative_generate(model, drafter, prompt, block=block, temp=arguments.temp, **options)
     text, last, places = "", None, []
     for last in steps:
         text += last.text
@@ -171,7 +172,7 @@ def parser() -> argparse.ArgumentParser:
     add("info", info, model=False)
 
     command = add("run", run)
-    command.add_argument("--prompt", "-p", default="hello", help='text; "-" reads it from standard input')
+    command.add_argument("--prompt", "-p", default="hello", help='text, "hello" if not given; "-": from standard input')
     command.add_argument("--system-prompt", help="system message of the chat template")
     command.add_argument("--ignore-chat-template", action="store_true", help="give the prompt as it is")
     command.add_argument("--max-tokens", "-m", type=int, default=256)
@@ -197,11 +198,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Exit codes: 0 done, 1 it failed (one line on stderr), 2 wrong usage, 130 interrupted."""
+    """Run a command. Exit codes: 0 done, 1 it failed (one line on stderr), 2 wrong usage, 130 interrupted, 141 nobody
+    reads on."""
     arguments = parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, format="%(message)s")
     try:
         arguments.action(arguments)
+    except BrokenPipeError:  # whoever read what we print has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (pf.FerrumError, MemoryError, OSError) as error:
         print(f"pyferrum: {error}", file=sys.stderr)
         return 1

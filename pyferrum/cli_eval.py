@@ -17,12 +17,21 @@ from pyferrum.evaluate.results import write_json
 
 def evaluate(arguments: argparse.Namespace) -> None:
     """Perplexity of texts, or tasks of lm-evaluation-harness (--tasks)."""
+    if arguments.output is not None and not arguments.output.parent.is_dir():
+        raise pf.InvalidArgument(f"--output: there is no folder {arguments.output.parent}")
     with ExitStack() as stack:
         executor = None if arguments.dask is None else stack.enter_context(_client(arguments.dask))
         if arguments.tasks:
             _tasks(arguments, executor)
         else:
             _perplexity(arguments, executor)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise pf.InvalidArgument(f"--text: expected UTF-8, got {path}: {error}") from error
 
 
 def _perplexity(arguments: argparse.Namespace, executor: Any) -> None:
@@ -33,7 +42,7 @@ def _perplexity(arguments: argparse.Namespace, executor: Any) -> None:
         texts = [resources.files("pyferrum").joinpath("data/tidewatch.txt").read_text()]
         name = "tidewatch.txt (ships with pyferrum)"
     else:
-        texts, name = [Path(path).read_text(encoding="utf-8") for path in arguments.text], ", ".join(arguments.text)
+        texts, name = [_read(path) for path in arguments.text], ", ".join(arguments.text)
     model = pf.load(arguments.model, dtype=arguments.dtype)
     documents: list[Any] = texts
     if arguments.limit is not None:

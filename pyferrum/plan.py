@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -36,6 +35,28 @@ _CONSTANTS = {
         "key_norm_f32",
     )
 }
+
+
+class Numbers(Mapping[str, Any]):
+    """Named numbers that do not change, so that what holds them can be hashed, copied and pickled."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = dict(values)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._values.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._values)
 
 
 @dataclass(frozen=True)
@@ -94,6 +115,19 @@ class Plan:
     """SHA-256, hex, of the call's topology: how many sequences, and where each one's new tokens start and end."""
     implementation: str
     """SHA-256, hex, of the sources the library was built from."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as dicts, lists, numbers and text, for JSON."""
+
+        def plain(value: Any) -> Any:
+            if is_dataclass(value):
+                return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+            if isinstance(value, Mapping):
+                return dict(value)
+            return [plain(entry) for entry in value] if isinstance(value, tuple) else value
+
+        made: dict[str, Any] = plain(self)
+        return made
 
     def __str__(self) -> str:
         rows = [
@@ -155,7 +189,7 @@ def plan_attention(
     return Plan(
         form=FORMS[summary["form"]],
         launches=tuple(_launch(entry, named) for entry in launches),
-        scratch_regions=MappingProxyType(dict(zip(SCRATCH_REGIONS, summary["scratch_regions"], strict=True))),
+        scratch_regions=Numbers(dict(zip(SCRATCH_REGIONS, summary["scratch_regions"], strict=True))),
         fingerprint=bytes(summary["fingerprint"]).hex(),
         implementation=_native.build_fingerprint(),
         **{
@@ -213,5 +247,5 @@ def _launch(entry: dict[str, Any], resources: list[str]) -> Launch:
         barrier=bool(entry["barrier"]),
         participant=entry["participant"],
         bindings=tuple(Binding(slot, resources[r], offset) for slot, r, offset in entry["bindings"]),
-        params=MappingProxyType(entry["params"]),
+        params=Numbers(entry["params"]),
     )

@@ -60,7 +60,7 @@ def speculative_generate(
     *,
     block: int | None = None,
     max_tokens: int = 256,
-    temperature: float = 0.0,
+    temp: float = 0.0,
     top_p: float = 1.0,
     top_k: int = 0,
     min_p: float = 0.0,
@@ -70,6 +70,9 @@ def speculative_generate(
 ) -> Iterator[SpeculativeResponse]:
     """Continue a prompt, a block of tokens at a time.
 
+    There is no `state` to start from, as `generate` has: a drafter's context is what the target's layers gave for every
+    token before, which a state does not keep.
+
     Args:
         model: the target.
         drafter: proposes; `load_draft` makes one.
@@ -77,7 +80,7 @@ def speculative_generate(
         block: rows that the target verifies at once, the last token and the drafts behind it, 2…16; None for the
             drafter's own. Fewer cost less where drafts are seldom right.
         max_tokens: how many to generate at most.
-        temperature: 0 takes the most probable token.
+        temp: temperature; 0 takes the most probable token.
         top_p, top_k, min_p: of the target's distribution, as in `generate`.
         key: of the draws, or a seed.
         ignore_eos: go on after an end-of-sequence token.
@@ -96,7 +99,7 @@ def speculative_generate(
         [prompt],
         block=block,
         max_tokens=max_tokens,
-        temperature=temperature,
+        temp=temp,
         top_p=top_p,
         top_k=top_k,
         min_p=min_p,
@@ -113,7 +116,7 @@ def speculative_generate_batch(
     *,
     block: int | None = None,
     max_tokens: int = 256,
-    temperature: float = 0.0,
+    temp: float = 0.0,
     top_p: float = 1.0,
     top_k: int = 0,
     min_p: float = 0.0,
@@ -126,7 +129,7 @@ def speculative_generate_batch(
     Yields:
         A SpeculativeResponse per token; `lane` says of which prompt. A lane's tokens come in order.
     """
-    sampling = Sampling(temperature, top_k, top_p, min_p)
+    sampling = Sampling(temp, top_k, top_p, min_p)
     if not isinstance(drafter, Drafter):
         raise InvalidArgument(f"drafter: expected a Drafter, as `load_draft` makes one, got {type(drafter).__name__}")
     rows = min(drafter.block_size, MAX_ROWS) if block is None else block

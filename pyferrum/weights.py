@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -126,20 +127,22 @@ class AttentionWeights(NamedTuple):
         """
         first = self.q_proj
         if isinstance(first, DeviceArray) and first._group is not None:
-            struct, tensors = first._group
-            for value, tensor in zip(self, tensors, strict=True):
-                if value is None:
-                    if tensor is not None:
-                        break
-                elif tensor is None or getattr(value, "_native_tensor", None) is not tensor:
+            struct, references = first._group
+            tensors = []
+            for value, reference in zip(self, references, strict=True):
+                if value is None and reference is None:
+                    continue
+                tensor = getattr(value, "_native_tensor", None)
+                if tensor is None or reference is None or reference() is not tensor:
                     break
+                tensors.append(tensor)
             else:
                 return struct, tensors
         arrays = self.tensors(device)
         native = {name: array.tensor for name, array in arrays.items()}
         struct = _native.attention_weights(native)
         if first is not None and all(value is None or isinstance(value, DeviceArray) for value in self):
-            first._group = struct, tuple(None if value is None else value.tensor for value in self)
+            first._group = struct, tuple(None if value is None else weakref.ref(value.tensor) for value in self)
         return struct, (arrays, native)
 
     def tensors(self, device: Device) -> dict[str, DeviceArray]:

@@ -68,6 +68,22 @@ def test_errors__are_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]
     assert (code, out) == (1, "") and err.startswith("pyferrum: ") and err.count("\n") == 1
     code, _, err = output(capsys, "eval", "--model", str(tmp_path / "no.gguf"), "--text", str(tmp_path / "no.txt"))
     assert code == 1 and "no.txt" in err
+    (tmp_path / "latin.txt").write_bytes("Größe".encode("latin-1"))
+    code, _, err = output(capsys, "eval", "--model", "no.gguf", "--text", str(tmp_path / "latin.txt"))
+    assert code == 1 and "--text: expected UTF-8" in err and err.count("\n") == 1
+    code, _, err = output(capsys, "eval", "--model", "no.gguf", "--output", str(tmp_path / "no" / "x.json"))
+    assert code == 1 and "--output: there is no folder" in err
+
+
+def test_output__that_nobody_reads_ends_the_program_quietly(model_path: Path) -> None:
+    command = [sys.executable, "-m", "pyferrum.cli", "run", "--model", str(model_path), "--max-tokens", "400"]
+    command += ["--ignore-chat-template", "-p", "The sea"]
+    program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert program.stdout is not None and program.stderr is not None
+    program.stdout.read(1)
+    program.stdout.close()
+    assert (program.wait(60), program.stderr.read()) == (141, "")
+    program.stderr.close()
 
 
 def test_usage__errors_exit_with_2() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import json
+import pickle
 import struct
 
 import numpy as np
@@ -10,6 +13,7 @@ import pytest
 
 import pyferrum as pf
 from pyferrum import _native
+from tests import tiny
 from tests.cases.attention import CASES
 
 # Qwen3.5-4B's full-attention layers.
@@ -208,3 +212,13 @@ def test_plan__refuses_what_the_call_refuses() -> None:
         pf.plan_attention(QWEN, 1, formats="Q9_9")
     with pytest.raises(pf.InvalidArgument, match=r"weights.q_proj: rows of format Q4_K come in blocks of 256"):
         pf.plan_attention(pf.AttentionConfig(96, 1, 1, 32), 1, formats="Q4_K")
+
+
+def test_plan__is_a_value() -> None:
+    plan = pf.plan_attention(tiny.LAYER, [3, 1], starts=[5, 0], weights=tiny.layer())
+    for same in (pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan)):
+        assert same == plan and hash(same) == hash(plan)
+    assert {plan, pf.plan_attention(tiny.LAYER, [3, 1], starts=[5, 0], weights=tiny.layer())} == {plan}
+    written = json.loads(json.dumps(plan.to_dict()))
+    assert written["fingerprint"] == plan.fingerprint
+    assert [launch["params"] for launch in written["launches"]] == [dict(launch.params) for launch in plan.launches]

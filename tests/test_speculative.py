@@ -205,7 +205,7 @@ def test_context__of_every_round_is_a_fresh_drafter_over_the_accepted_tokens(
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_drafter_that_is_the_target__is_accepted_in_full(target: pf.Model, temperature: float, block: int) -> None:
     steps = pf.speculative_generate(
-        target, Itself(target), tiny.ids("me"), temperature=temperature, max_tokens=60, block=block, key=3,
+        target, Itself(target), tiny.ids("me"), temp=temperature, max_tokens=60, block=block, key=3,
         ignore_eos=True,
     )  # fmt: skip
     assert all(s.accepted == s.drafted for s in steps)
@@ -241,7 +241,7 @@ def test_sampled__draws_follow_the_target(draws: int, temperature: float, top_k:
     target: Any = Chain(seed=1)
     last, counts, accepted = [0, 1], np.zeros((6, 6)), Counter[int]()
     for step in pf.speculative_generate_batch(
-        target, ChainDrafter(seed=2), [[0], [1]], block=6, max_tokens=draws // 2, temperature=temperature, top_k=top_k,
+        target, ChainDrafter(seed=2), [[0], [1]], block=6, max_tokens=draws // 2, temp=temperature, top_k=top_k,
         key=7, ignore_eos=True,
     ):  # fmt: skip
         counts[last[step.lane], step.token] += 1
@@ -272,7 +272,7 @@ def test_sampled__no_key_is_used_twice(
     drafter = drafter_for(target, tmp_path, second)
     prompts = [tiny.ids(text) for text in ("a", "second", "a")]
     steps = pf.speculative_generate_batch(
-        target, drafter, prompts, temperature=1.5, max_tokens=30, key=3, block=5, ignore_eos=True
+        target, drafter, prompts, temp=1.5, max_tokens=30, key=3, block=5, ignore_eos=True
     )
     last = [[], [], []]
     for step in steps:
@@ -296,7 +296,7 @@ def test_sampled__second_token_follows_the_target(target: pf.Model, tmp_path: Pa
     counts = np.zeros_like(expected)
     for key in range(draws):
         steps = pf.speculative_generate(
-            target, drafter, prompt, temperature=1.0, top_k=4, max_tokens=2, block=2, key=key, ignore_eos=True
+            target, drafter, prompt, temp=1.0, top_k=4, max_tokens=2, block=2, key=key, ignore_eos=True
         )
         counts[[s.token for s in steps][1]] += 1
     kept = expected > 0.01
@@ -310,7 +310,7 @@ def test_sampled__same_key_same_text(target: pf.Model, tmp_path: Path) -> None:
 
     def run(key: int) -> list[int]:
         steps = pf.speculative_generate(
-            target, drafter, tiny.ids("y"), temperature=1.0, max_tokens=30, key=key, ignore_eos=True
+            target, drafter, tiny.ids("y"), temp=1.0, max_tokens=30, key=key, ignore_eos=True
         )
         return [s.token for s in steps]
 
@@ -337,7 +337,7 @@ def test_refusals__come_before_anything_runs(target: pf.Model) -> None:
         ({"block": 1}, "block: expected 2…16, got 1"),
         ({"block": 17}, "block: expected 2…16, got 17"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"temperature": -1.0}, "temp"),
+        ({"temp": -1.0}, "temp"),
         ({"chunk": 0}, "chunk"),
     ):
         with pytest.raises(pf.InvalidArgument, match=message):
@@ -373,7 +373,7 @@ def test_proposals__that_cannot_be_are_refused(target: pf.Model) -> None:
         (1.0, lambda d: d._replace(tokens=[(t + 1) % 97 for t in d.tokens], candidates=np.array(d.tokens)[:, None],
                                    probabilities=np.ones((len(d.tokens), 1))), "drafter: expected probabilities"),
     ):  # fmt: skip
-        steps = pf.speculative_generate(target, Claims(target, change), [5], temperature=temperature, block=4)
+        steps = pf.speculative_generate(target, Claims(target, change), [5], temp=temperature, block=4)
         with pytest.raises(pf.InvalidArgument, match=message):
             list(steps)
 

@@ -204,8 +204,14 @@ class Tokenizer:
         return [*ends[:-1], len(text)] if ends else []
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
-        """The text of `ids`; bytes that are not UTF-8 become U+FFFD, special tokens their own text."""
-        return self._backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+        """The text of `ids`; bytes that are not UTF-8 become U+FFFD, special tokens their own text.
+
+        Raises InvalidArgument for a negative id; ids beyond the vocabulary have no text.
+        """
+        numbers = [int(i) for i in ids]
+        if min(numbers, default=0) < 0:
+            raise InvalidArgument(f"ids: expected token ids, got {min(numbers)}")
+        return self._backend.decode(numbers, skip_special_tokens=skip_special)
 
     def stream(self, *, skip_special: bool = False) -> TextStream:
         """A decoder for one sequence that arrives token by token."""

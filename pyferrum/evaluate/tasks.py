@@ -54,7 +54,7 @@ def evaluate_tasks(
 
         from pyferrum.lm_eval import PyferrumLM
     except ImportError as error:
-        raise UnsupportedError(f"tasks: {error}") from error
+        raise UnsupportedError(f"tasks: {error}; pip install 'pyferrum[eval]'") from error
     manager = None
     if include_path is not None:  # reading the harness's own thousands takes seconds
         manager = TaskManager(include_path=str(include_path), include_defaults=False)

@@ -72,9 +72,10 @@ def _load_gguf(path: Path, dtype: DTypeLike, device: Device, strict: bool) -> Mo
 
 def _load_safetensors(path: Path, dtype: DTypeLike, device: Device, strict: bool) -> Model:
     files = open_safetensors(path)
-    architectures = (files.config or {}).get("architectures") or ["none in config.json"]
+    architectures = (files.config or {}).get("architectures")
     if architectures != ["LlamaForCausalLM"]:
-        raise UnsupportedError(f"{path}: architecture {architectures} is not built; known: LlamaForCausalLM")
+        named = f"{architectures} is not built" if architectures else "is not named in config.json"
+        raise UnsupportedError(f"{path}: architecture {named}; known: LlamaForCausalLM")
     config = llama_files.hf_config(files)
     config.attention.native(device)
     loader = TensorLoader(files.tensors, files.files, device)
