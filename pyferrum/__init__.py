@@ -32,7 +32,7 @@ from pyferrum.errors import (
 from pyferrum.formats import bfloat16
 from pyferrum.generate import GenerationResponse, generate
 from pyferrum.jit import jit
-from pyferrum.models import Model, ModelState, load
+from pyferrum.models import Model, ModelState, load, load_model_state
 from pyferrum.models.draft import DraftModel, Proposal, load_draft
 from pyferrum.ops import argmax, cross_entropy, embed, linear, residual_add, rms_norm, swiglu, top_k
 from pyferrum.plan import Plan, plan_attention
@@ -98,6 +98,7 @@ __all__ = [
     "load",
     "load_dflash2_ring",
     "load_draft",
+    "load_model_state",
     "load_state",
     "plan_attention",
     "prepare",

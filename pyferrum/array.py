@@ -250,9 +250,9 @@ def _refusal(dtype: np.dtype[Any]) -> str:
     if dtype.hasobject:
         return "an array of Python objects; give it a numeric dtype, such as x.astype(numpy.float32)"
     if dtype == np.float64:
-        return "float64 is not narrowed silently; use x.astype(numpy.float32) or pass dtype=numpy.float32"
+        return "float64 is not narrowed silently; use x.astype(numpy.float32)"
     if dtype.kind in "iu":
-        return f"{dtype} is not narrowed silently; use x.astype(numpy.int32)"
+        return f"{dtype} is not narrowed silently; use x.astype(numpy.int32), or a float dtype where numbers are meant"
     return f"expected {', '.join(str(d) for d in NAMES)}, got {dtype}"
 
 

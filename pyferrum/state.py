@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from os import PathLike
 from pathlib import Path
@@ -108,11 +109,7 @@ class KVState:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write keys, values and configuration as safetensors; `load_state` reads it back bit for bit."""
-        from pyferrum.checkpoint.safetensors import save_safetensors
-
-        keys, values = self._read(0, None)
-        metadata = {"pyferrum": "kv_state", "config": json.dumps(_config_to_json(self.config))}
-        save_safetensors(Path(path), {"keys": np.asarray(keys), "values": np.asarray(values)}, metadata)
+        save_states(path, "kv_state", {"": self})
 
     def close(self) -> None:
         """Let go of the pages now instead of when the last reference goes. Idempotent."""
@@ -147,16 +144,40 @@ def load_state(path: str | PathLike[str], *, device: Device | None = None) -> KV
     Raises:
         CheckpointError: not such a file, or damaged.
     """
+    return load_states(path, "kv_state", "KVState.save", lambda count: [""], device)[0]
+
+
+def save_states(path: str | PathLike[str], kind: str, states: Mapping[str, KVState]) -> None:
+    """One file of states of one configuration, each under a prefix of its own."""
+    from pyferrum.checkpoint.safetensors import save_safetensors
+
+    tensors: dict[str, Any] = {}
+    for prefix, state in states.items():
+        keys, values = state._read(0, None)
+        tensors |= {f"{prefix}keys": np.asarray(keys), f"{prefix}values": np.asarray(values)}
+    config = next(iter(states.values())).config
+    save_safetensors(Path(path), tensors, {"pyferrum": kind, "config": json.dumps(_config_to_json(config))})
+
+
+def load_states(
+    path: str | PathLike[str], kind: str, writer: str, prefixes: Callable[[int], list[str]], device: Device | None
+) -> list[KVState]:
+    """States that `save_states` wrote; `prefixes` gives those of so many."""
     from pyferrum.checkpoint import open_safetensors
 
     file = open_safetensors(Path(path))
-    metadata = file.metadata
-    if metadata.get("pyferrum") != "kv_state" or set(file.tensors) != {"keys", "values"}:
-        raise CheckpointError(f"{path}: expected a state saved by KVState.save, got tensors {list(file.tensors)}")
+    names = prefixes(len(file.tensors) // 2)
+    expected = {f"{prefix}{part}" for prefix in names for part in ("keys", "values")}
+    if file.metadata.get("pyferrum") != kind or not names or set(file.tensors) != expected:
+        raise CheckpointError(f"{path}: expected a state saved by {writer}, got tensors {list(file.tensors)}")
     try:
-        config = _config_from_json(json.loads(metadata["config"]))
-        state = init_state(config, device=device)
-        return state.append(file.tensors["keys"].array(), file.tensors["values"].array())
+        config = _config_from_json(json.loads(file.metadata["config"]))
+        return [
+            init_state(config, device=device).append(
+                file.tensors[f"{name}keys"].array(), file.tensors[f"{name}values"].array()
+            )
+            for name in names
+        ]
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path}: damaged state file: {error}") from error
 

@@ -183,6 +183,23 @@ def test_model__refuses_states_that_are_not_its_own(model: pf.Model, tmp_path: P
     assert new.length == 3
 
 
+def test_state__of_a_file_goes_on_bit_for_bit(model: pf.Model, tmp_path: Path) -> None:
+    path = tmp_path / "prompt.safetensors"
+    for tokens in ([], TOKENS[:100]):
+        state = model.forward(model.init_state(), tokens, last_only=True)[0] if len(tokens) else model.init_state()
+        state.save(path)
+        loaded = pf.load_model_state(path)
+        assert loaded.length == state.length == len(tokens)
+        (_, after), (_, expected) = model.forward(loaded, TOKENS[100:103]), model.forward(state, TOKENS[100:103])
+        assert np.asarray(after).tobytes() == np.asarray(expected).tobytes()
+    state.layers[0].save(path)
+    with pytest.raises(pf.CheckpointError, match=r"expected a state saved by ModelState.save"):
+        pf.load_model_state(path)
+    state.save(path)
+    with pytest.raises(pf.CheckpointError, match=r"expected a state saved by KVState.save"):
+        pf.load_state(path)
+
+
 def test_model__taps_are_a_dict_of_layers(model: pf.Model) -> None:
     for taps, message in (([1, 2], "taps: expected a dict"), ({"1": None}, "taps: expected layers 0…29, got '1'")):
         with pytest.raises(pf.InvalidArgument, match=message):

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from os import PathLike
 from pathlib import Path
 from typing import Any, cast, overload
 
@@ -20,7 +21,7 @@ from pyferrum.device import Device
 from pyferrum.errors import CheckpointError, InvalidArgument, UnsupportedError
 from pyferrum.jit import PROGRAMS, Program, record, recording
 from pyferrum.models import llama
-from pyferrum.state import KVState, init_state
+from pyferrum.state import KVState, init_state, load_states, save_states
 
 PREFILL_CHUNK = 256
 """Tokens of a sequence that go through the layers in one go. Results do not depend on it, bit for bit; Ctrl-C, memory
@@ -84,6 +85,10 @@ class ModelState:
         """The first `length` tokens: O(layers), shares everything."""
         return ModelState._of_layers([layer.truncate(length) for layer in self.layers])
 
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write every layer's keys and values to one safetensors file; `load_model_state` reads it back bit for bit."""
+        save_states(path, "model_state", dict(zip(_prefixes(len(self.layers)), self.layers, strict=True)))
+
     def close(self) -> None:
         """Let go of every layer's pages now. Idempotent."""
         for layer in self.layers:
@@ -112,6 +117,22 @@ class ModelState:
 
     def __repr__(self) -> str:
         return f"ModelState(layers={len(self.layers)}, {self.layers[0]!r})"
+
+
+def load_model_state(path: str | PathLike[str], *, device: Device | None = None) -> ModelState:
+    """The state that `ModelState.save` wrote: of a prompt that many runs begin with, say.
+
+    It goes on in a model of the same configuration; that its weights are the same is the caller's to know.
+
+    Raises:
+        CheckpointError: not such a file, or damaged.
+        InvalidArgument: layers of different lengths.
+    """
+    return ModelState(load_states(path, "model_state", "ModelState.save", _prefixes, device))
+
+
+def _prefixes(count: int) -> list[str]:
+    return [f"layers.{i}." for i in range(count)]
 
 
 Tokens = Sequence[int] | np.ndarray[Any, Any]
