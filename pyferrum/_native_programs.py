@@ -91,8 +91,3 @@ def stepper(program: Handle, size: int) -> Callable[[list[int], Any], tuple[Hand
         return buffer, group
 
     return step
-
-
-def states_release(group: Any) -> None:
-    """Let go of a group's states now."""
-    lib.ferrum_states_release(group)

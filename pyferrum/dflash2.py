@@ -23,6 +23,8 @@ from pyferrum.weights import as_weight
 
 MAX_LANES = _native.constant("FERRUM_DFLASH2_MAX_LANES")
 MAX_ROWS = _native.constant("FERRUM_DFLASH2_MAX_ROWS")
+MAX_TAPS = _native.constant("FERRUM_DFLASH2_MAX_TAPS")
+MAX_CANDIDATES = _native.constant("FERRUM_DFLASH2_MAX_CANDIDATES")
 """Of a block."""
 
 

@@ -178,7 +178,7 @@ def load_states(
             )
             for name in names
         ]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: damaged state file: {error}") from error
 
 

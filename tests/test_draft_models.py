@@ -97,6 +97,17 @@ def test_load__is_strict(target: pf.Model, tmp_path: Path) -> None:
         pf.load_draft(write_draft(tmp_path / "d", target, config=beyond), target)
     with pytest.raises(pf.CheckpointError, match="no such file"):
         pf.load_draft(tmp_path / "none", target)
+    for i, (options, message) in enumerate((
+        ({"selector_top_k": 0}, "selector_top_k: expected 1…64, got 0"),
+        ({"selector_top_k": 65}, "selector_top_k: expected 1…64, got 65"),
+        ({"conv_kernel_size": 9}, "conv_kernel_size: expected 0…8, got 9"),
+        ({"windows": (24, 2)}, "sliding_window: expected at least 3, got 2"),
+    )):  # fmt: skip
+        made = settings(tiny.HIDDEN, second=True, **options)
+        if "windows" in options:
+            made["sliding_window"] = 2
+        with pytest.raises(pf.CheckpointError, match=message):
+            pf.load_draft(write_draft(tmp_path / f"limits{i}", target, config=made), target)
     wide = settings(128, second=False)
     with pytest.raises(pf.CheckpointError, match="hidden_size: expected 64, the target's, got 128"):
         pf.load_draft(write_draft(tmp_path / "e", target, config=wide), target)

@@ -200,6 +200,21 @@ def test_state__of_a_file_goes_on_bit_for_bit(model: pf.Model, tmp_path: Path) -
         pf.load_state(path)
 
 
+def test_close__leaves_pages_to_calls_under_way(model: pf.Model) -> None:
+    """Another thread may be in a call with the states: they go when that ends, and nothing else can begin."""
+    before = pf.arena_stats()["used_pages"]
+    state, _ = model.forward(model.init_state(), TOKENS[:5])
+    native = state._native_states()
+    state.close()
+    state.close()
+    assert pf.arena_stats()["used_pages"] == before + model.config.layers
+    for use in (lambda: model.forward(state, [5]), lambda: state.truncate(2), lambda: state.layers[3].keys()):
+        with pytest.raises(pf.StateError, match="closed"):
+            use()
+    del native
+    assert pf.arena_stats()["used_pages"] == before
+
+
 def test_model__taps_are_a_dict_of_layers(model: pf.Model) -> None:
     for taps, message in (([1, 2], "taps: expected a dict"), ({"1": None}, "taps: expected layers 0…29, got '1'")):
         with pytest.raises(pf.InvalidArgument, match=message):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import pyferrum as pf
+from pyferrum.checkpoint.safetensors import save_safetensors
 
 CONFIG = pf.AttentionConfig(64, 3, 3, 64, maximum_context_tokens=8192)
 PAGE = 85  # tokens
@@ -178,7 +180,20 @@ def test_load_state__damaged_files_are_checkpoint_errors(device: pf.Device, tmp_
     (tmp_path / "other.safetensors").write_bytes(
         whole.replace(b'"head_dim', b'"heed_dim').replace(b"head_dim\\", b"heed_dim\\")
     )
-    for name in ("cut", "other"):
+    tensors = {"keys": np.zeros((2, 1, 16), np.float16), "values": np.zeros((2, 1, 16), np.float16)}
+    configs = {
+        "text": '"abc"',
+        "null": "null",
+        "number": "5",
+        "deep": "[" * 100_000,
+        "scaling": '{"rope_scaling": "x"}',
+    }
+    for name, config in configs.items():
+        metadata = {"pyferrum": "kv_state", "config": config}
+        save_safetensors(tmp_path / f"{name}.safetensors", tensors, metadata)
+    header = json.dumps({"__metadata__": None, "keys": {"dtype": "F16", "shape": [0], "data_offsets": [0, 0]}}).encode()
+    (tmp_path / "unnamed.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    for name in ("cut", "other", "unnamed", *configs):
         with pytest.raises(pf.CheckpointError, match=name):
             pf.load_state(tmp_path / f"{name}.safetensors", device=device)
 

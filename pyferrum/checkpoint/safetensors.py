@@ -144,7 +144,7 @@ def _read_file(path: Path, data: Bytes) -> tuple[dict[str, StoredTensor], dict[s
         return entries
 
     header = json.loads(data[8:base].tobytes(), object_pairs_hook=unique)
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop("__metadata__", None) or {}
     tensors = {}
     for name, entry in header.items():
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]

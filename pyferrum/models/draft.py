@@ -149,8 +149,16 @@ def make_draft(config: dflash.DFlashConfig, params: dflash.DraftParams, target: 
             raise CheckpointError(f"{source}: {name}: expected {wanted}, the target's, got {value}")
     if not 0 <= config.mask_token < vocabulary:
         raise CheckpointError(f"{source}: mask_token_id: expected 0…{vocabulary - 1}, got {config.mask_token}")
-    if config.block_size < 2:
-        raise CheckpointError(f"{source}: block_size: expected at least 2, got {config.block_size}")
+    most = min(dflash2.MAX_CANDIDATES, vocabulary)
+    for name, value, least, limit in (
+        ("block_size", config.block_size, 2, None),
+        ("sliding_window", min((w for w in config.windows if w is not None), default=3), 3, None),
+        ("conv_kernel_size", config.conv_taps, 0, dflash2.MAX_TAPS),
+        ("selector_top_k", config.selector_top_k if config.is_second else 1, 1, most),
+    ):
+        if value < least or (limit is not None and value > limit):
+            span = f"at least {least}" if limit is None else f"{least}…{limit}"
+            raise CheckpointError(f"{source}: {name}: expected {span}, got {value}")
     logger.info("draft model %s", config)
     return DraftModel(config, params, target, dflash.mask_embedding(config, target.params.embedding))
 

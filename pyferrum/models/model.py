@@ -13,7 +13,7 @@ from typing import Any, cast, overload
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from pyferrum import _native, _native_programs
+from pyferrum import _native
 from pyferrum.array import Array, array
 from pyferrum.checkpoint import Tokenizer
 from pyferrum.config import AttentionConfig
@@ -68,11 +68,12 @@ class ModelState:
 
     @property
     def layers(self) -> tuple[KVState, ...]:
-        """A state for each layer. They may have one owner: then pages go with the last of them, or with `close`."""
+        """A state for each layer. They may have one owner: then pages go with the last of them."""
         if self._layers is None:
             assert self._like is not None
             device, config, count = self._like
-            handles = [_native.GroupMember(self._group, i) for i in range(count)]
+            group = self._group
+            handles = [None if group is None else _native.GroupMember(group, i) for i in range(count)]
             self._layers = tuple(KVState(device, config, handle, self._length) for handle in handles)
         return self._layers
 
@@ -90,15 +91,14 @@ class ModelState:
         save_states(path, "model_state", dict(zip(_prefixes(len(self.layers)), self.layers, strict=True)))
 
     def close(self) -> None:
-        """Let go of every layer's pages now. Idempotent."""
+        """Let go of every layer's pages now, or when the calls of other threads that use them end. Idempotent."""
         for layer in self.layers:
             layer.close()
-        if self._group is not None:
-            _native_programs.states_release(self._group)
-            self._group = None
+        self._group = None
 
     def _native_states(self) -> Any:
-        return [layer.handle for layer in self.layers] if self._group is None else self._group
+        group = self._group
+        return [layer.handle for layer in self.layers] if group is None else group
 
     def tree_flatten(self) -> tuple[tuple[KVState, ...], None]:
         """(layers, None): a pytree node, for `jit` and JAX."""
