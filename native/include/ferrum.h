@@ -356,9 +356,9 @@ void ferrum_program_release(ferrum_program **program);
 
 /* Runs a program on other inputs of the same shapes and formats, as one call: everything is checked and reserved before
  * anything starts, and nothing is returned unless all of it succeeds. `values`: NULL, or the host's address of all the
- * inputs' bytes, one input behind the other; they are copied, and `inputs` is ignored. New states come in `groups`
- * groups: out_states[i] is the first of sizes[i] variables that lie one behind the other. `out_lengths`: tokens of each
- * new state; may be NULL. */
+ * inputs' bytes, one input behind the other; they are copied, and `inputs` is ignored. `states`: as many as
+ * ferrum_program_begin was given. New states come in `groups` groups: out_states[i] is the first of sizes[i] variables
+ * that lie one behind the other. `out_lengths`: tokens of each new state; may be NULL. */
 int32_t ferrum_program_run(ferrum_program *program, const ferrum_tensor *inputs, const void *values,
                            ferrum_state *const *states, ferrum_buffer **const *out_arrays, uint32_t groups,
                            const uint32_t *sizes, ferrum_state **const *out_states, uint64_t *out_lengths);
