@@ -53,7 +53,7 @@ class Numbers(Mapping[str, Any]):
         return len(self._values)
 
     def __hash__(self) -> int:
-        return hash(tuple(self._values.items()))
+        return hash(frozenset(self._values.items()))
 
     def __repr__(self) -> str:
         return repr(self._values)

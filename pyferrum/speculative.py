@@ -203,6 +203,8 @@ class _Decoding:
             room = self.model.config.attention.maximum_context_tokens - max(lanes[i].state.length for i in active)
             rows = max(min(self.block, left, room), 1)
             drafts = self._draft(context, lanes, rows)
+            for i in active:
+                self._check(drafts[i], rows - 1, i)
             blocks = [[lanes[i].anchor, *drafts[i].tokens] for i in active]
             verified, scores, features = self._verify([lanes[i].state for i in active], blocks)
             taken: list[tuple[list[int], np.ndarray[Any, Any]]] = [([], features[0][:0]) for _ in lanes]
@@ -241,10 +243,7 @@ class _Decoding:
         if rows == 1:
             return [Proposal([], np.zeros((0, 1), int), np.zeros((0, 1)))] * len(lanes)
         self.draft_key, use = random.split(self.draft_key)
-        drafts = self.drafter.propose(context, [lane.anchor for lane in lanes], rows, self.sampling.temp, use)
-        for index, draft in enumerate(drafts):
-            self._check(draft, rows - 1, index)
-        return drafts
+        return self.drafter.propose(context, [lane.anchor for lane in lanes], rows, self.sampling.temp, use)
 
     def _check(self, draft: Proposal, count: int, lane: int) -> None:
         """That a proposal is one: `_accept` follows the target's distribution only if a draft was drawn as it says."""
@@ -253,7 +252,7 @@ class _Decoding:
             raise InvalidArgument(
                 f"drafter: expected {count} tokens of 0…{vocabulary - 1} for lane {lane}, got {draft.tokens}"
             )
-        if self.sampling.temp == 0:
+        if self.sampling.temp == 0 or count == 0:
             return
         candidates, probabilities = np.asarray(draft.candidates), np.asarray(draft.probabilities, np.float64)
         drawn = np.where(candidates == tokens[:, None], probabilities, 0).sum(axis=1)

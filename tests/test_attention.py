@@ -112,13 +112,14 @@ def test_attention__positions_far_out_are_exact() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 20])
-def test_attention__a_score_of_minus_infinity_has_no_weight(tokens: int) -> None:
-    """Also where a span has no other: keys 0…255 are one on the CPU."""
+@pytest.mark.parametrize("span", [256, 1024])
+def test_attention__a_score_of_minus_infinity_has_no_weight(span: int, tokens: int) -> None:
+    """Also where a span has no other: of 256 keys on the CPU, of 1,024 on Metal."""
     config = pf.AttentionConfig(hidden_size=64, query_heads=1, key_value_heads=1, head_dim=64, rope_dim=2)
     weights = pf.AttentionWeights(np.ones(64, np.float32), *[np.eye(64, dtype=np.float16)] * 4)
     rng = np.random.default_rng(0)
-    keys, values = rng.standard_normal((2, 300, 1, 64)).astype(np.float16)
-    keys[:256, 0, 5] = -np.inf
+    keys, values = rng.standard_normal((2, span + 44, 1, 64)).astype(np.float16)
+    keys[:span, 0, 5] = -np.inf
     x = np.abs(rng.standard_normal((tokens, 64)))
     _, y = pf.causal_attention(pf.init_state(config).append(keys, values), x.astype(np.float32), weights)
     before = reference.init_state(config).append(keys, values)
@@ -126,3 +127,6 @@ def test_attention__a_score_of_minus_infinity_has_no_weight(tokens: int) -> None
         _, expected = reference.causal_attention(before, x.astype(np.float32), weights)
     assert np.isfinite(expected).all()
     np.testing.assert_allclose(np.asarray(y), expected, atol=1e-2)
+    keys[:, 0, 5] = -np.inf  # nothing is left but the new tokens themselves
+    _, y = pf.causal_attention(pf.init_state(config).append(keys, values), x.astype(np.float32), weights)
+    assert np.isfinite(np.asarray(y)).all()

@@ -69,8 +69,8 @@ FERRUM_ALWAYS_INLINE f32x16 soft_cap(f32x16 score, float cap) {
     return splat(cap) * (splat(1.0f) - splat(2.0f) / (e + splat(1.0f)));
 }
 
-// No score is less. Finite: where all scores of a span are -inf, so are their distances from the largest one, and each
-// has a weight of 0.
+// What a largest score starts at. Finite, so that where all scores of a span are -inf, so are their distances from it,
+// and each has a weight of 0.
 constexpr float kNoScore = -__FLT_MAX__;
 
 // How a row's span joins what earlier spans gave, by online softmax.

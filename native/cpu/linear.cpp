@@ -10,11 +10,11 @@
 // Dense formats. Products are summed in float32 by one fused multiply-add after another over 32 inputs, and the sums of
 // 32 added in order.
 //
-// A few rows take the weights straight into registers, up to twelve rows at a time: the limit of one is memory, and
-// where there are more, laying weights out for later would cost more than unpacking them again. Many rows go in items
-// that unpack a panel of weights once, as pairs of 16-bit integers or as float32, and run tiles of rows over it: their
-// limit is the multiply-adds, two vectors a cycle. So a tile keeps as many sums in registers as there are, those over
-// blocks stay in the first-level cache, and so does the panel.
+// A few rows take the weights straight into registers, twelve at a time or, in narrower registers, four: the limit of
+// one is memory, and where there are more, laying weights out for later costs more than unpacking them again. Many go
+// in items that unpack a panel of weights once, as pairs of 16-bit integers or as float32, and run tiles of rows over
+// it: their limit is the multiply-adds, two vectors a cycle. So a tile keeps as many sums in registers as there are,
+// those over blocks stay in the first-level cache, and so does the panel.
 #include "linear_blocks.h"
 #include "linear_dense.h"
 
