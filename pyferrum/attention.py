@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, overload
 
 from numpy.typing import ArrayLike
 
-from pyferrum import _native
+from pyferrum import _native_attention
 from pyferrum.array import Array, as_array
 from pyferrum.errors import InvalidArgument
 from pyferrum.state import KVState
@@ -64,7 +64,9 @@ def causal_attention(states: Any, x: Any, weights: AttentionWeights) -> Any:
         row = _rows(x, states)
         shape, device, config, length = row.shape, states.device, states.config, states._length
         native, kept = weights.native(device)  # `kept` holds arrays made from NumPy weights until the call is over
-        handle, y = _native.causal_attention_alone(config.native(device), native, states.handle, shape[0], row.tensor)
+        handle, y = _native_attention.causal_attention_alone(
+            config.native(device), native, states.handle, shape[0], row.tensor
+        )
         del kept
         extended = KVState(device, config, handle, None if length is None else length + shape[0])
         return extended, Array(device, y, shape, row.format)
@@ -108,7 +110,7 @@ def _call(
 ) -> tuple[list[KVState], list[Array]]:
     config, device = states[0].config, states[0].device
     native, kept = weights.native(device)  # `kept` holds arrays made from NumPy weights until the call is over
-    handles, buffers = _native.causal_attention(
+    handles, buffers = _native_attention.causal_attention(
         config.native(device), native, packed, [s.handle for s in states], lengths, [x.tensor for x in xs]
     )
     del kept

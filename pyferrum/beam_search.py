@@ -13,7 +13,8 @@ import numpy as np
 
 from pyferrum.errors import InvalidArgument
 from pyferrum.generate import Prompt, prompt_tokens
-from pyferrum.models.model import Model, ModelState
+from pyferrum.models.model import Model
+from pyferrum.models.model_state import ModelState
 from pyferrum.ops import top_k
 
 MAX_BEAMS = 1024

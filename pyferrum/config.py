@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pyferrum import _native
+from pyferrum import _native_attention
 from pyferrum.device import Device
 from pyferrum.errors import InvalidArgument
 from pyferrum.rope import Scaling, attention_factor, inverse_frequencies
@@ -111,4 +111,4 @@ class AttentionConfig:
             "softcap": self.softcap or 0.0,
             "rope_attention_factor": self.rope_attention_factor,
         }
-        return _native.attention_new(device.handle, config, np.ascontiguousarray(self.inverse_frequencies()))
+        return _native_attention.attention_new(device.handle, config, np.ascontiguousarray(self.inverse_frequencies()))

@@ -14,7 +14,8 @@ import numpy as np
 
 from pyferrum import _random as random
 from pyferrum.errors import InvalidArgument
-from pyferrum.models.model import Model, ModelState
+from pyferrum.models.model import Model
+from pyferrum.models.model_state import ModelState
 from pyferrum.sampling import Sampling, log_softmax
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from pyferrum import _native
+from pyferrum import _native, _native_attention
 from pyferrum.config import AttentionConfig
 from pyferrum.device import Device, default_device
 from pyferrum.errors import InvalidArgument
@@ -184,7 +184,7 @@ def plan_attention(
         "hidden_format": hidden_format(dtype, "dtype"),
         **(_of_weights(weights, device) if weights is not None else _of_formats(formats)),
     }
-    summary, launches, resources = _native.attention_plan(config.native(device), request, begin, tokens)
+    summary, launches, resources = _native_attention.attention_plan(config.native(device), request, begin, tokens)
     named = [_resource_name(role, index) for role, index in resources]
     return Plan(
         form=FORMS[summary["form"]],
@@ -233,7 +233,7 @@ def _of_weights(weights: AttentionWeights, device: Device) -> dict[str, Any]:
 def _resource_name(role: int, index: int) -> str:
     name = ROLES[role]
     if name == "weight":
-        return f"weight {_native.WEIGHT_FIELDS[index]}"
+        return f"weight {_native_attention.WEIGHT_FIELDS[index]}"
     return f"{name} {index}" if name in ("input", "output") else name
 
 

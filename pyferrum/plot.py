@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 
 from pyferrum.array import Array
 from pyferrum.errors import InvalidArgument
-from pyferrum.models.model import ModelState
+from pyferrum.models.model_state import ModelState
 from pyferrum.plan import Launch, Plan
 from pyferrum.reference.attention import attend, rotate
 from pyferrum.reference.ops import half, linear, normalize, rms_norm, wide

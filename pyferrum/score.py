@@ -14,7 +14,8 @@ import numpy as np
 from pyferrum.checkpoint import Tokenizer
 from pyferrum.errors import InvalidArgument
 from pyferrum.generate import Prompt, prompt_text, prompt_tokens, token_ids
-from pyferrum.models.model import Model, ModelState
+from pyferrum.models.model import Model
+from pyferrum.models.model_state import ModelState
 from pyferrum.ops import argmax, cross_entropy
 
 ROWS = 512

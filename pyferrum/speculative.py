@@ -21,7 +21,8 @@ from pyferrum.dflash2 import MAX_LANES, MAX_ROWS
 from pyferrum.errors import InvalidArgument
 from pyferrum.generate import GenerationResponse, Prompt, generate, peak_memory, prompt_tokens
 from pyferrum.models.draft import Drafter, Proposal
-from pyferrum.models.model import PREFILL_CHUNK, Model, ModelState
+from pyferrum.models.model import PREFILL_CHUNK, Model
+from pyferrum.models.model_state import ModelState
 from pyferrum.sampling import Sampling, log_softmax
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pyferrum import _native
+from pyferrum import _native, _native_attention
 from pyferrum.array import Array, DeviceArray, as_array
 from pyferrum.device import Device, default_device
 from pyferrum.errors import InvalidArgument
@@ -140,7 +140,7 @@ class AttentionWeights(NamedTuple):
                 return struct, tensors
         arrays = self.tensors(device)
         native = {name: array.tensor for name, array in arrays.items()}
-        struct = _native.attention_weights(native)
+        struct = _native_attention.attention_weights(native)
         if first is not None and all(value is None or isinstance(value, DeviceArray) for value in self):
             first._group = struct, tuple(None if value is None else weakref.ref(value.tensor) for value in self)
         return struct, (arrays, native)

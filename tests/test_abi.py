@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import pyferrum
-from pyferrum import _native
+from pyferrum import _native, _native_attention
 from pyferrum._cdef import ffi
 from tests.cases.dflash2_abi import dflash2_arguments
 
@@ -313,7 +313,7 @@ def hostile_structs() -> None:
         for field, value in change.items():
             setattr(arguments[at], field, value)
         report(name, arguments, f"argument {at}: {change}", b": ")
-    for field in _native.WEIGHT_FIELDS[:5]:
+    for field in _native_attention.WEIGHT_FIELDS[:5]:
         for change in HOSTILE_TENSORS:
             arguments = table["causal_attention"]()
             arguments[1] = ffi.new("ferrum_attention_weights *", arguments[1][0])

@@ -17,7 +17,8 @@ from pyferrum.device import Device
 from pyferrum.errors import CheckpointError
 from pyferrum.evaluate.provenance import device_facts, model_sha256
 from pyferrum.models.checkpoints import load
-from pyferrum.models.model import Model, ModelState
+from pyferrum.models.model import Model
+from pyferrum.models.model_state import ModelState
 from pyferrum.score import score_tokens
 
 

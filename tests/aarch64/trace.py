@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 import pyferrum as pf
-from pyferrum import _native, _native_rings
+from pyferrum import _native, _native_attention, _native_rings
 from pyferrum.array import DeviceArray, as_array
 from pyferrum.formats import NUMBERS
 
@@ -157,13 +157,18 @@ class Trace:
         form = lib.FERRUM_FORM_PACKED if packed else lib.FERRUM_FORM_PARTICIPANT_LOOP
         parts = (
             self._object(attention),
-            b"".join(self._tensors(weights.get(name)) for name in _native.WEIGHT_FIELDS),
+            b"".join(self._tensors(weights.get(name)) for name in _native_attention.WEIGHT_FIELDS),
             *(word(form), word(len(states)), word(len(states)), *map(self._object, states)),
             *(blob(np.array(tokens, np.uint64).tobytes()), self._tensors(*rows)),
         )
         tensors = {name: value.tensor for name, value in weights.items()}
-        new, ys = _native.causal_attention(
-            attention, _native.attention_weights(tensors), packed, states, tokens, [row.tensor for row in rows]
+        new, ys = _native_attention.causal_attention(
+            attention,
+            _native_attention.attention_weights(tensors),
+            packed,
+            states,
+            tokens,
+            [row.tensor for row in rows],
         )
         self._write("causal_attention", *parts, word(len(new)), word(len(ys)), *map(result, ys))
         return [self._keep("state", state) for state in new]
