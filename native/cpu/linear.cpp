@@ -26,13 +26,13 @@ namespace {
 // unpack.
 template <class F, bool kDense = (F::bits > 8)>
 struct Form {
-    static constexpr uint64_t kStreamed = kRegisterLanes < 16 ? 4 : F::bits % 4 ? 24 : 48;
+    static constexpr uint64_t kStreamed = kRegisterLanes == 16 ? (F::bits % 4 ? 24 : 48) : F::bits == 8 ? 16 : 4;
     using X = FixedPoint;
     using Panel = IntegerPanel<Packed<F>::groups, F::has_min>;
 };
 template <class F>
 struct Form<F, true> {
-    static constexpr uint64_t kStreamed = kRegisterLanes < 16 ? 4 : 48;
+    static constexpr uint64_t kStreamed = kRegisterLanes < 8 ? 4 : 48;
     using X = Floats;
     using Panel = FloatPanel;
 };

@@ -66,7 +66,7 @@ void multiply_stream(const Call &call, FixedPoint x, uint64_t row, const uint8_t
     using P = Packed<F>;
     const uint32_t blocks = call.params<ferrum_linear_params>().in_features / 32;
     // Sums of one output wait for each other: they are kept in several parts, where there are few.
-    constexpr int kChains = kRows >= 8 ? 1 : kRows >= 4 ? 2 : 4;
+    constexpr int kChains = !kFusedDots || kRows >= 8 ? 1 : kRows >= 4 ? 2 : 4;
     constexpr int kPairs = 16 / P::groups;
     const P weights{packed};
     f32x16 acc[kRows], scaled[kRows];

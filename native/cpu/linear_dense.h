@@ -36,7 +36,7 @@ void multiply_stream(const Call &call, Floats x, uint64_t row, const uint8_t *pa
 }
 
 struct FloatPanel {
-    static constexpr int kRows = kRegisterLanes == 16 ? 12 : 3;
+    static constexpr int kRows = kRegisterLanes == 16 ? 12 : kRegisterLanes == 8 ? 6 : 3;
     static constexpr uint32_t kBlocks = 4;
     f32x16 values[32][kTileGroups];
 

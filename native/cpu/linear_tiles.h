@@ -11,10 +11,11 @@ namespace {
 
 constexpr uint32_t kTileGroups = kRegisterLanes == 16 ? 2 : 1;  // groups of outputs that a tile takes at once
 static_assert(kTileGroups <= kMostTileGroups);
-constexpr uint64_t kItemRows = 144;                         // rows of a work item
-constexpr uint32_t kScaledBlocks = 4;                       // of activations, that share a scale
-constexpr int kStreamRows = kRegisterLanes == 16 ? 12 : 4;  // that go through weights as they are stored
-constexpr uint64_t kPanelAhead = 5120;                      // bytes of weights that are fetched ahead of a panel
+constexpr uint64_t kItemRows = 144;    // rows of a work item
+constexpr uint32_t kScaledBlocks = 4;  // of activations, that share a scale
+// Rows that go through weights as they are stored.
+constexpr int kStreamRows = kRegisterLanes == 16 ? 12 : kRegisterLanes == 8 ? 6 : 4;
+constexpr uint64_t kPanelAhead = 5120;  // bytes of weights that are fetched ahead of a panel
 
 FERRUM_NOINLINE void store_output(const Call &call, uint64_t row, uint32_t group, f32x16 value) {
     const auto &p = call.params<ferrum_linear_params>();

@@ -72,17 +72,18 @@ static FERRUM_ALWAYS_INLINE void in_even_groups(uint64_t count, Body &&body) {
 
 #define FERRUM_EACH(...) FERRUM_UNROLL for (int i = 0; i < kParts; i++) __VA_ARGS__
 
+// Register by register: g++ copies a whole struct in pieces that a load of a register then waits for.
 static FERRUM_ALWAYS_INLINE f32x16 load(const float *from) {
     f32x16 r;
-    memcpy(&r, from, sizeof(r));
+    FERRUM_EACH(memcpy(&r.part[i], from + i * kRegisterLanes, sizeof(r.part[i])));
     return r;
 }
 static FERRUM_ALWAYS_INLINE void store(float *to, f32x16 a) {
-    memcpy(to, &a, sizeof(a));
+    FERRUM_EACH(memcpy(to + i * kRegisterLanes, &a.part[i], sizeof(a.part[i])));
 }
 static FERRUM_ALWAYS_INLINE i32x16 load(const int32_t *from) {
     i32x16 r;
-    memcpy(&r, from, sizeof(r));
+    FERRUM_EACH(memcpy(&r.part[i], from + i * kRegisterLanes, sizeof(r.part[i])));
     return r;
 }
 static FERRUM_ALWAYS_INLINE f32x16 splat(float value) {
@@ -140,8 +141,7 @@ static FERRUM_ALWAYS_INLINE i32x16 max(i32x16 a, i32x16 b) {
 // |a| as an integer: ordered as the magnitudes are, infinity and NaN from 0x7f800000 on.
 static FERRUM_ALWAYS_INLINE i32x16 magnitude_bits(f32x16 a) {
     i32x16 r;
-    memcpy(&r, &a, sizeof(r));
-    FERRUM_EACH(r.part[i] &= 0x7fffffff);
+    FERRUM_EACH(r.part[i] = (IntRegister)a.part[i] & 0x7fffffff);
     return r;
 }
 // 2^n, for n from -126 to 127.
@@ -167,6 +167,9 @@ static FERRUM_ALWAYS_INLINE i32x16 to_integer(f32x16 a) {
 static FERRUM_ALWAYS_INLINE void store_shorts(int16_t *to, i32x16 a) {
 #if defined(__AVX512F__)
     _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16((__m512i)a.part[0]));
+#elif defined(__AVX2__)
+    const __m256i mixed = _mm256_packs_epi32((__m256i)a.part[0], (__m256i)a.part[1]);  // by 128-bit halves
+    _mm256_storeu_si256((__m256i *)to, _mm256_permute4x64_epi64(mixed, 0xd8));
 #elif defined(FERRUM_NEON)
     FERRUM_EACH(vst1_s16(to + 4 * i, vmovn_s32((int32x4_t)a.part[i])));
 #else

@@ -5,12 +5,22 @@
 
 namespace ferrum::cpu::FERRUM_CPU_ISA {
 
+// Whether dot_pairs is one instruction, whose sums wait for its multiplication.
+#if defined(__AVX512VNNI__)
+constexpr bool kFusedDots = true;
+#else
+constexpr bool kFusedDots = false;
+#endif
+
 // acc + a0 * b0 + a1 * b1 for the pairs of 16-bit integers in each lane; exact while the sum fits 32 bits.
 static FERRUM_ALWAYS_INLINE i32x16 dot_pairs(i32x16 acc, i32x16 a, i32x16 b) {
 #if defined(__AVX512VNNI__)
     acc.part[0] = (IntRegister)_mm512_dpwssd_epi32((__m512i)acc.part[0], (__m512i)a.part[0], (__m512i)b.part[0]);
 #elif defined(__AVX2__)
-    FERRUM_EACH(acc.part[i] += (IntRegister)_mm256_madd_epi16((__m256i)a.part[i], (__m256i)b.part[i]));
+    FERRUM_EACH({
+        acc.part[i] += (IntRegister)_mm256_madd_epi16((__m256i)a.part[i], (__m256i)b.part[i]);
+        asm("" : "+x"(acc.part[i]));
+    });
 #elif defined(__SSE2__)
     FERRUM_EACH(acc.part[i] += (IntRegister)_mm_madd_epi16((__m128i)a.part[i], (__m128i)b.part[i]));
 #elif defined(FERRUM_NEON)
@@ -57,6 +67,10 @@ static FERRUM_ALWAYS_INLINE i32x16 widen(u8x32 a) {
     i32x16 r;
 #if defined(__AVX512BW__)
     r.part[0] = (IntRegister)(kIsSigned<Byte> ? _mm512_cvtepi8_epi16((__m256i)a) : _mm512_cvtepu8_epi16((__m256i)a));
+#elif defined(__AVX2__)
+    const __m128i halves[2] = {_mm256_castsi256_si128((__m256i)a), _mm256_extracti128_si256((__m256i)a, 1)};
+    FERRUM_EACH(r.part[i] = (IntRegister)(kIsSigned<Byte> ? _mm256_cvtepi8_epi16(halves[i])
+                                                          : _mm256_cvtepu8_epi16(halves[i])));
 #elif defined(FERRUM_NEON)
     uint8x8_t bytes[4];
     memcpy(bytes, &a, sizeof(bytes));
@@ -92,6 +106,11 @@ static FERRUM_ALWAYS_INLINE i32x16 load_integers(const uint8_t *from) {
 #if defined(__AVX512F__)
     const __m128i bytes = _mm_loadu_si128((const __m128i *)from);
     r.part[0] = (IntRegister)(kIsSigned<Byte> ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes));
+#elif defined(__AVX2__)
+    FERRUM_EACH({
+        const __m128i bytes = _mm_loadl_epi64((const __m128i *)(from + 8 * i));
+        r.part[i] = (IntRegister)(kIsSigned<Byte> ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+    });
 #else
     Byte bytes[kLanes];
     memcpy(bytes, from, sizeof(bytes));
