@@ -117,7 +117,7 @@ def record(
         _native_programs.program_abandon()
     likes = tuple((a.shape, a.format, a._offset) for a in out_arrays)
     program = Program(device, handle, likes, tuple(s.config for s in out_states))
-    lengths = [_native.state_describe(s.handle)["length"] for s in out_states]
+    lengths = [_native.state_describe(s.handle)["length"] if run else None for s in out_states]
     known = [KVState(device, s.config, s.handle, n) for s, n in zip(out_states, lengths, strict=True)]
     return program, list(out_arrays), known
 

@@ -109,7 +109,7 @@ kernel void dflash2_attention_bf16(device const ushort *query [[buffer(FERRUM_DF
         total = fma(sums[i].y, factor, total);
         value = fma(contexts[i * dim + index], factor, value);
     }
-    y[((ulong(sequence) * p.rows + group.x) * p.query_heads + head) * dim + index] = half(value / total);
+    y[((ulong(sequence) * p.rows + group.x) * p.query_heads + head) * dim + index] = half(total == 0.0f ? 0.0f : value / total);
 }
 
 // ---- Rows of a block

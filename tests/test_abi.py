@@ -218,7 +218,7 @@ def valid_arguments() -> dict[str, Callable[[], list[Any]]]:
         "plan_launch": lambda: [plan, 0, o("ferrum_launch *")],
         "plan_resource": lambda: [plan, 0, o("ferrum_resource *")],
         "program_begin": lambda: [device, 1, 1, own, 1, states],
-        "program_end": lambda: [1, norm, 0, states, o("ferrum_program **")],
+        "program_end": lambda: [1, norm, 1, states, o("ferrum_program **")],
         "program_abandon": lambda: [],
         "program_release": lambda: [o("ferrum_program **")],
         "program_run": lambda: [
@@ -239,7 +239,7 @@ def valid_arguments() -> dict[str, Callable[[], list[Any]]]:
 
 MAY_BE_NULL = {
     *(("device_new", 1), ("buffer_contents", 2), ("linear", 3), ("dflash2_heads", 2)),
-    *(("program_run", 2), ("program_run", 8)),
+    *(("program_run", at) for at in (2, 6, 7, 8)),
 }
 HUGE = (1 << 64) - 1
 HOSTILE_TENSORS: list[dict[str, Any]] = [

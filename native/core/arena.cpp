@@ -58,8 +58,8 @@ KVLayout KVLayout::make(const char *op, uint64_t key_value_heads, uint64_t head_
             uint32_t(FERRUM_PAGE_BYTES / (4 * key_value_heads * head_dim))};
 }
 
-State::State(Ref<Device> device, KVLayout layout, PageList *list, uint64_t length)
-    : layout(layout), length(length), device_(std::move(device)), list_(list) {}
+State::State(Ref<Device> device, KVLayout layout, PageList *list, uint64_t length, bool is_name)
+    : layout(layout), length(length), is_name(is_name), device_(std::move(device)), list_(list) {}
 
 // A forked child leaks its parent's pages: the arena's lock may have been held by a thread it does not have.
 State::~State() {
@@ -69,10 +69,10 @@ State::~State() {
 Arena::Arena(Device &device, uint64_t limit_bytes) : device_(device), limit_pages_(limit_bytes / FERRUM_PAGE_BYTES) {}
 Arena::~Arena() = default;
 
-Ref<State> Arena::empty(Device *device, KVLayout layout) {
+Ref<State> Arena::empty(Device *device, KVLayout layout, bool is_name) {
     auto list = std::make_unique<PageList>();
     list->add(0);
-    auto state = Ref<State>::adopt(new State(Ref<Device>::share(device), layout, list.get(), 0));
+    auto state = Ref<State>::adopt(new State(Ref<Device>::share(device), layout, list.get(), 0, is_name));
     list.release();
     return state;
 }

@@ -29,11 +29,12 @@ struct PageList;
 // Immutable: a prefix, `length` tokens long, of a page list that relatives share.
 class State : public RefCounted {
    public:
-    State(Ref<Device> device, KVLayout layout, PageList *list, uint64_t length);
+    State(Ref<Device> device, KVLayout layout, PageList *list, uint64_t length, bool is_name = false);
     ~State() override;
     Device *device() const { return device_.get(); }
     const KVLayout layout;
     const uint64_t length;
+    const bool is_name;  // of a state that only runs of a program have
 
    private:
     friend class Arena;
@@ -54,7 +55,7 @@ class Arena {
     Arena(Device &device, uint64_t limit_bytes);
     ~Arena();
 
-    Ref<State> empty(Device *device, KVLayout layout);
+    Ref<State> empty(Device *device, KVLayout layout, bool is_name = false);
     Ref<State> truncate(State *state, uint64_t length);
 
     struct Appended {

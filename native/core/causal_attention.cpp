@@ -100,6 +100,7 @@ Call run(Attention *attention, const ferrum_attention_weights &weights, uint32_t
     std::vector<uint64_t> starts(participants), new_tokens(tokens, tokens + participants);
     for (uint32_t i = 0; i < participants; i++) {
         states[i] = reinterpret_cast<State *>(required(state_handles[i], "states[i]"));
+        check_known({kOp, "states"}, *states[i]);
         if (states[i]->device() != device)
             fail(FERRUM_INVALID_ARGUMENT, "[%s] states: state %u lives on another device", kOp, i);
         if (!(states[i]->layout == shape.layout))
@@ -141,7 +142,7 @@ Call run(Attention *attention, const ferrum_attention_weights &weights, uint32_t
     Recorder *recorder = Recorder::on(device);
     if (recorder && !recorder->runs) {
         // Their names: a run has the pages, and the lengths.
-        for (const State *state : states) call.states.push_back(device->arena().empty(device, state->layout));
+        for (const State *state : states) call.states.push_back(device->arena().empty(device, state->layout, true));
         recorder->attention(attention, request, weights, states, xs, call.states, call.outputs);
         return call;
     }

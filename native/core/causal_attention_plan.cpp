@@ -258,7 +258,7 @@ class Planner {
 AttentionShape AttentionShape::make(const ferrum_attention_config &config, Traits traits) {
     AttentionShape shape;
     static_cast<ferrum_attention_config &>(shape) = config;
-    expect(config.hidden_size > 0, "hidden_size", "at least 1", config.hidden_size);
+    expect(config.hidden_size > 0 && config.hidden_size <= INT32_MAX, "hidden_size", "1…2^31 - 1", config.hidden_size);
     expect(config.query_heads > 0, "query_heads", "at least 1", config.query_heads);
     expect(config.key_value_heads > 0, "key_value_heads", "at least 1", config.key_value_heads);
     expect(config.query_heads % config.key_value_heads == 0, "query_heads",

@@ -103,7 +103,8 @@ class Buffer : public RefCounted {
     ~Buffer() override;
     Device *device() const { return device_.get(); }
     uint64_t bytes() const { return bytes_; }
-    virtual void *host() = 0;               // the host's address; no waiting
+    virtual bool is_name() const { return false; }  // of an array that only runs of a program have
+    virtual void *host() = 0;                       // the host's address; no waiting
     virtual void wait();                    // until every call so far that writes it is done; throws what failed
     virtual uint64_t device_address() = 0;  // what a kernel follows: for page tables
 

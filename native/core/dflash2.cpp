@@ -109,6 +109,9 @@ int32_t ferrum_ring_load(ferrum_ring *ring, const ferrum_tensor *keys, const fer
                 fail(FERRUM_INVALID_ARGUMENT,
                      "[dflash2_ring] write_positions: expected less than the window of %u, got %u", layout.window,
                      write_positions[lane]);
+            if (lengths[lane] > INT64_MAX)
+                fail(FERRUM_INVALID_ARGUMENT, "[dflash2_ring] lengths: expected less than 2^63, got %llu",
+                     (unsigned long long)lengths[lane]);
             lanes[lane] = {lengths[lane], write_positions[lane]};
             counts[lane] = layout.window;
         }

@@ -40,6 +40,7 @@ Ref<State> append(State *state, const ferrum_tensor &keys, const ferrum_tensor &
     constexpr const char *op = "state_append";
     Device *device = state->device();
     device->check_usable(op);
+    check_known({op, "state"}, *state);
     const KVLayout &layout = state->layout;
     check_format({op, "keys"}, keys, {format_f16});
     check_format({op, "values"}, values, {format_f16});
@@ -115,6 +116,7 @@ int32_t ferrum_device_describe(ferrum_device *device, ferrum_device_summary *out
 int32_t ferrum_device_arena_stats(ferrum_device *device, ferrum_arena_stats *out_stats) {
     return guard([&] {
         auto &result = *required(out_stats, "out_stats");
+        unwrap(device)->check_usable("arena_stats", true);
         unwrap(device)->wait();  // a page returns when the device is past its last use
         result = unwrap(device)->arena().stats();
     });
@@ -148,6 +150,7 @@ int32_t ferrum_buffer_contents(ferrum_buffer *buffer, void **out_data, uint64_t 
             fail(FERRUM_UNSUPPORTED,
                  "[jit] the values of an array that depends on the inputs were asked for while a function is recorded: "
                  "they differ from run to run");
+        check_known({"buffer_contents", "buffer"}, *object);
         object->wait();
         *required(out_data, "out_data") = object->host();
         if (out_bytes) *out_bytes = object->bytes();
@@ -181,6 +184,10 @@ void ferrum_state_release(ferrum_state **state) {
 int32_t ferrum_state_describe(ferrum_state *state, ferrum_state_summary *out_summary) {
     return guard([&] {
         State *object = unwrap(state);
+        if (object->is_name)
+            fail(FERRUM_UNSUPPORTED,
+                 "[state_describe] state: comes from a recording in which nothing runs; a run has the state, and its "
+                 "length");
         const KVLayout &layout = object->layout;
         auto &result = *required(out_summary, "out_summary");
         result = {object->length,  layout.pages(object->length), layout.key_value_heads,
@@ -192,6 +199,7 @@ int32_t ferrum_state_pages(ferrum_state *state, uint64_t capacity, uint64_t *out
     return guard([&] {
         State *object = unwrap(state);
         object->device()->check_usable("state_pages");
+        check_known({"state_pages", "state"}, *object);
         uint64_t &count = *required(out_count, "out_count");
         if (capacity) required(out_pages, "out_pages");
         const std::vector<PageId> pages = object->device()->arena().pages(object);
@@ -204,6 +212,7 @@ int32_t ferrum_state_truncate(ferrum_state *state, uint64_t length, ferrum_state
     return guard([&] {
         State *object = unwrap(state);
         object->device()->check_usable("truncate");
+        check_known({"truncate", "state"}, *object);
         if (length > object->length)
             fail(FERRUM_INVALID_ARGUMENT, "[truncate] length: expected at most %llu, the state's, got %llu",
                  (unsigned long long)object->length, (unsigned long long)length);
@@ -227,6 +236,7 @@ int32_t ferrum_state_read(ferrum_state *state, uint64_t start, uint64_t tokens, 
         State *object = unwrap(state);
         Device *device = object->device();
         device->check_usable("state_read");
+        check_known({"state_read", "state"}, *object);
         if (start > object->length || tokens > object->length - start)
             fail(FERRUM_INVALID_ARGUMENT, "[state_read] tokens: expected a range inside 0…%llu, got %llu from %llu",
                  (unsigned long long)object->length, (unsigned long long)tokens, (unsigned long long)start);

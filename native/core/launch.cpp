@@ -1,5 +1,7 @@
 #include "launch.h"
 
+#include "program.h"
+
 namespace ferrum {
 
 namespace {
@@ -118,6 +120,7 @@ void add_page_copies(Submission &work, const KVLayout &layout, const std::vector
 uint64_t check_storage(Expected what, const Device *device, const ferrum_tensor &tensor) {
     if (!tensor.buffer) fail(FERRUM_INVALID_ARGUMENT, "[%s] %s: expected a tensor, got none", what.op, what.name);
     auto *buffer = reinterpret_cast<Buffer *>(tensor.buffer);
+    check_known(what, *buffer);
     if (buffer->device() != device)
         fail(FERRUM_INVALID_ARGUMENT, "[%s] %s: lives on another device; copy it first", what.op, what.name);
     if (tensor.rank > FERRUM_MAX_RANK)
@@ -142,6 +145,9 @@ uint64_t check_storage(Expected what, const Device *device, const ferrum_tensor 
     if (block_elements == 1 && tensor.offset % block_bytes)
         fail(FERRUM_INVALID_ARGUMENT, "[%s] %s: offset %llu is not a multiple of the element size %u", what.op,
              what.name, (unsigned long long)tensor.offset, block_bytes);
+    if (block_elements == 1 && reinterpret_cast<uintptr_t>(buffer->host()) % block_bytes)
+        fail(FERRUM_INVALID_ARGUMENT, "[%s] %s: its buffer's memory is not aligned to the element size %u", what.op,
+             what.name, block_bytes);
     return bytes;
 }
 

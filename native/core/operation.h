@@ -11,6 +11,9 @@ inline void check_index_range(const char *op, const char *name, Buffer *buffer, 
                               uint64_t limit) {
     buffer->wait();
     const auto *values = reinterpret_cast<const int32_t *>(static_cast<uint8_t *>(buffer->host()) + offset);
+    if (limit == 0 && count)
+        fail(FERRUM_INVALID_ARGUMENT, "[%s] %s: expected none, since there is nothing to choose from, got %llu", op,
+             name, (unsigned long long)count);
     for (uint64_t i = 0; i < count; i++)
         if (values[i] < 0 || uint64_t(values[i]) >= limit)
             fail(FERRUM_INVALID_ARGUMENT, "[%s] %s: expected 0…%llu, got %d at position %llu", op, name,
@@ -37,7 +40,9 @@ class Operation {
         if (rank && t.shape[0] >= kMaxRows)
             fail(FERRUM_INVALID_ARGUMENT, "[%s] %s: expected fewer than 2^31 rows, got %llu", op_, name,
                  (unsigned long long)t.shape[0]);
-        if (rank > 1) checked_u32({op_, name}, t.shape[1]);
+        if (rank > 1 && t.shape[1] >= kMaxRows)
+            fail(FERRUM_INVALID_ARGUMENT, "[%s] %s: expected fewer than 2^31 columns, got %llu", op_, name,
+                 (unsigned long long)t.shape[1]);
         return t;
     }
 
@@ -60,13 +65,16 @@ class Operation {
     void submit(const Launch &launch, uint64_t elements) {
         if (elements) work_.launches.push_back(launch);
         Recorder *recorder = Recorder::on(device_);
-        if (recorder) recorder->operation(work_, outputs_);
+        if (recorder) {
+            if (check_) recorder->check_in_runs(*std::move(check_));
+            recorder->operation(work_, outputs_);
+        }
         if (elements && (!recorder || recorder->runs)) device_->submit(std::move(work_));
     }
 
     void check_indices(const char *name, const ferrum_tensor &t, uint64_t limit) {
         // First: it refuses values that will be others in a run, whatever they are now.
-        if (Recorder *recorder = Recorder::on(device_)) recorder->check_indices(op_, name, t, limit);
+        if (Recorder *recorder = Recorder::on(device_)) check_ = recorder->check_of(op_, name, t, limit);
         check_index_range(op_, name, reinterpret_cast<Buffer *>(t.buffer), t.offset, t.shape[0], limit);
     }
 
@@ -75,6 +83,7 @@ class Operation {
     Device *device_;
     Submission work_;
     std::vector<Ref<Buffer>> outputs_;
+    std::optional<IndexCheck> check_;
 };
 
 inline void give(Ref<Buffer> buffer, ferrum_buffer **out) {

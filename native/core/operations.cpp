@@ -7,6 +7,7 @@ int32_t ferrum_rms_norm(ferrum_device *device, const ferrum_tensor *x, const fer
                         ferrum_buffer **out_y) {
     return guard([&] {
         Operation op("rms_norm", device, true);
+        required(out_y, "out_y");
         const auto &in = op.argument("x", x, {format_f16, format_f32}, 2);
         const auto &w = op.argument("weight", weight, {format_f16, format_f32}, 1);
         check_shape({"rms_norm", "weight"}, w, {in.shape[1]}, "the width of x");
@@ -17,7 +18,7 @@ int32_t ferrum_rms_norm(ferrum_device *device, const ferrum_tensor *x, const fer
         op.submit(rms_norm_launch(in.format, w.format, op.bind(in), op.bind(w), op.bind(y.get()), rows, width, width,
                                   epsilon),
                   uint64_t(rows) * width);
-        give(std::move(y), required(out_y, "out_y"));
+        give(std::move(y), out_y);
     });
 }
 
@@ -37,6 +38,7 @@ int32_t ferrum_linear(ferrum_device *device, const ferrum_tensor *x, const ferru
                       const ferrum_tensor *bias, uint32_t output_format, ferrum_buffer **out_y) {
     return guard([&] {
         Operation op("linear", device, true);
+        required(out_y, "out_y");
         const auto &in = op.argument("x", x, {format_f16}, 2);
         const auto &w = op.argument("weight", weight, {}, 2);
         if (!weight_format(w.format))
@@ -61,7 +63,7 @@ int32_t ferrum_linear(ferrum_device *device, const ferrum_tensor *x, const ferru
         op.submit(linear_launch(linear, op.bind(in), linear.in_features, op.bind(y.get()), linear.out_features, f32,
                                 rows, true, op.device()->traits().exact),
                   uint64_t(rows) * linear.out_features);
-        give(std::move(y), required(out_y, "out_y"));
+        give(std::move(y), out_y);
     });
 }
 
@@ -69,6 +71,7 @@ int32_t ferrum_embed(ferrum_device *device, const ferrum_tensor *tokens, const f
                      uint32_t output_format, ferrum_buffer **out_y) {
     return guard([&] {
         Operation op("embed", device, true);
+        required(out_y, "out_y");
         const auto &t = op.argument("tokens", tokens, {format_i32}, 1);
         const auto &w = op.argument("weight", weight, {}, 2);
         const FormatInfo *info = weight_format(w.format);
@@ -87,7 +90,7 @@ int32_t ferrum_embed(ferrum_device *device, const ferrum_tensor *tokens, const f
                   ferrum_embed_params{uint64_t(width / info->block_elements) * info->block_bytes, rows, width})
             .over(rows, 1, 8 * FERRUM_SIMD_WIDTH);
         op.submit(launch, uint64_t(rows) * width);
-        give(std::move(y), required(out_y, "out_y"));
+        give(std::move(y), out_y);
     });
 }
 
@@ -95,6 +98,7 @@ int32_t ferrum_swiglu(ferrum_device *device, const ferrum_tensor *gate, const fe
                       ferrum_buffer **out_y) {
     return guard([&] {
         Operation op("swiglu", device, true);
+        required(out_y, "out_y");
         const auto &g = op.argument("gate", gate, {format_f16}, 2);
         const auto &u = op.argument("up", up, {format_f16}, 2);
         check_shape({"swiglu", "up"}, u, {g.shape[0], g.shape[1]}, "the shape of gate");
@@ -107,7 +111,7 @@ int32_t ferrum_swiglu(ferrum_device *device, const ferrum_tensor *gate, const fe
             .with(FERRUM_SWIGLU_PARAMS, ferrum_swiglu_params{elements})
             .over(div_up(elements, 256), 1, 256);
         op.submit(launch, elements);
-        give(std::move(y), required(out_y, "out_y"));
+        give(std::move(y), out_y);
     });
 }
 
@@ -115,6 +119,7 @@ int32_t ferrum_residual_add(ferrum_device *device, const ferrum_tensor *x, const
                             ferrum_buffer **out_y) {
     return guard([&] {
         Operation op("residual_add", device, true);
+        required(out_y, "out_y");
         const auto &in = op.argument("x", x, {format_f16, format_f32}, 2);
         const auto &b = op.argument("branch", branch, {format_f16}, 2);
         check_shape({"residual_add", "branch"}, b, {in.shape[0], in.shape[1]}, "the shape of x");
@@ -122,7 +127,7 @@ int32_t ferrum_residual_add(ferrum_device *device, const ferrum_tensor *x, const
         Ref<Buffer> y = op.output(rows, width, in.format == format_f32 ? 4 : 2);
         op.submit(residual_add_launch(in.format, op.bind(in), op.bind(b), width, op.bind(y.get()), rows, width),
                   uint64_t(rows) * width);
-        give(std::move(y), required(out_y, "out_y"));
+        give(std::move(y), out_y);
     });
 }
 
@@ -130,6 +135,7 @@ int32_t ferrum_cross_entropy(ferrum_device *device, const ferrum_tensor *logits,
                              ferrum_buffer **out_loss) {
     return guard([&] {
         Operation op("cross_entropy", device, true);
+        required(out_loss, "out_loss");
         const auto &l = op.argument("logits", logits, {format_f32}, 2);
         const auto &t = op.argument("targets", targets, {format_i32}, 1);
         check_shape({"cross_entropy", "targets"}, t, {l.shape[0]}, "the rows of logits");
@@ -143,13 +149,14 @@ int32_t ferrum_cross_entropy(ferrum_device *device, const ferrum_tensor *logits,
             .with(FERRUM_CROSS_ENTROPY_PARAMS, ferrum_rows_params{rows, width, 0, 0})
             .over(rows, 1, 8 * FERRUM_SIMD_WIDTH);
         op.submit(launch, rows);
-        give(std::move(loss), required(out_loss, "out_loss"));
+        give(std::move(loss), out_loss);
     });
 }
 
 int32_t ferrum_argmax(ferrum_device *device, const ferrum_tensor *x, ferrum_buffer **out_indices) {
     return guard([&] {
         Operation op("argmax", device, true);
+        required(out_indices, "out_indices");
         const auto &in = op.argument("x", x, {format_f32}, 2);
         if (in.shape[1] == 0) fail(FERRUM_INVALID_ARGUMENT, "[argmax] x: expected at least one column, got none");
         const auto rows = uint32_t(in.shape[0]), width = uint32_t(in.shape[1]);
@@ -160,7 +167,7 @@ int32_t ferrum_argmax(ferrum_device *device, const ferrum_tensor *x, ferrum_buff
             .with(FERRUM_TOP_K_PARAMS, ferrum_rows_params{rows, width, 1, 0})
             .over(rows, 1, 8 * FERRUM_SIMD_WIDTH);
         op.submit(launch, rows);
-        give(std::move(indices), required(out_indices, "out_indices"));
+        give(std::move(indices), out_indices);
     });
 }
 
@@ -168,6 +175,8 @@ int32_t ferrum_top_k(ferrum_device *device, const ferrum_tensor *x, uint32_t k, 
                      ferrum_buffer **out_values) {
     return guard([&] {
         Operation op("top_k", device, true);
+        required(out_indices, "out_indices");
+        required(out_values, "out_values");
         const auto &in = op.argument("x", x, {format_f32}, 2);
         if (k == 0 || k > FERRUM_MAX_TOP_K || k > in.shape[1])
             fail(FERRUM_INVALID_ARGUMENT, "[top_k] k: expected 1…%llu, got %u",
@@ -181,8 +190,7 @@ int32_t ferrum_top_k(ferrum_device *device, const ferrum_tensor *x, uint32_t k, 
             .with(FERRUM_TOP_K_PARAMS, ferrum_rows_params{rows, width, k, 0})
             .over(rows, 1, 8 * FERRUM_SIMD_WIDTH);
         op.submit(launch, rows);
-        required(out_values, "out_values");
-        give(std::move(indices), required(out_indices, "out_indices"));
+        give(std::move(indices), out_indices);
         give(std::move(values), out_values);
     });
 }

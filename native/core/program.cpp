@@ -18,11 +18,28 @@ thread_local Recorder *recorder = nullptr;
 class Name : public Buffer {
    public:
     using Buffer::Buffer;
+    bool is_name() const override { return true; }
     void *host() override { return nullptr; }
     uint64_t device_address() override { return 0; }
 };
 
+template <class Object>
+void check_name(Expected what, const Object &object, bool is_name) {
+    if (is_name && !(recorder && recorder->knows(&object)))
+        fail(FERRUM_INVALID_ARGUMENT,
+             "[%s] %s: comes from a recording that has ended, in which nothing ran; expected what a run of the program "
+             "gave",
+             what.op, what.name);
+}
+
 }  // namespace
+
+void check_known(Expected what, const Buffer &buffer) {
+    check_name(what, buffer, buffer.is_name());
+}
+void check_known(Expected what, const State &state) {
+    check_name(what, state, state.is_name);
+}
 
 // ---- Recording
 
@@ -63,6 +80,7 @@ void Recorder::begin(Device *device, bool run, const ferrum_tensor *inputs, size
     }
     for (size_t i = 0; i < state_count; i++) {
         auto *state = reinterpret_cast<State *>(required(states[i], "states[i]"));
+        check_known({kOp, "states"}, *state);
         if (state->device() != device)
             fail(FERRUM_INVALID_ARGUMENT, "[%s] states: state %zu lives on another device", kOp, i);
         if (!started->states_.emplace(state, int(i)).second)
@@ -126,13 +144,14 @@ int Recorder::state_slot(State *state) {
     return states_[state] = slot;
 }
 
-void Recorder::check_indices(const char *op, const char *name, const ferrum_tensor &tensor, uint64_t limit) {
+std::optional<IndexCheck> Recorder::check_of(const char *op, const char *name, const ferrum_tensor &tensor,
+                                             uint64_t limit) {
     Place where = place(reinterpret_cast<Buffer *>(tensor.buffer), tensor.offset);
-    if (where.slot < 0) return;  // checked as it was recorded
+    if (where.slot < 0) return {};
     if (size_t(where.slot) >= program_->inputs_.size())
         fail(FERRUM_UNSUPPORTED,
              "[%s] %s: inside a jitted function expected an input, got the result of another operation", op, name);
-    program_->checks_.push_back({op, name, where, tensor.shape[0], limit});
+    return IndexCheck{op, name, where, tensor.shape[0], limit};
 }
 
 void Recorder::operation(const Submission &work, const std::vector<Ref<Buffer>> &outputs) {
@@ -210,17 +229,20 @@ int32_t ferrum_program_begin(ferrum_device *device, uint32_t run, uint32_t array
     return guard([&] {
         auto *owner = reinterpret_cast<Device *>(required(device, "device"));
         owner->check_usable(kOp, true);
-        Recorder::begin(owner, run != 0, required(inputs, "inputs"), arrays, required(input_states, "input_states"),
-                        states);
+        Recorder::begin(owner, run != 0, arrays ? required(inputs, "inputs") : nullptr, arrays,
+                        states ? required(input_states, "input_states") : nullptr, states);
     });
 }
 
 int32_t ferrum_program_end(uint32_t arrays, const ferrum_tensor *outputs, uint32_t states,
                            ferrum_state *const *output_states, ferrum_program **out_program) {
     return guard([&] {
+        struct Ending {
+            ~Ending() { Recorder::abandon(); }
+        } whatever_happens;
         required(out_program, "out_program");
-        Ref<Program> program =
-            Recorder::end(required(outputs, "outputs"), arrays, required(output_states, "output_states"), states);
+        Ref<Program> program = Recorder::end(arrays ? required(outputs, "outputs") : nullptr, arrays,
+                                             states ? required(output_states, "output_states") : nullptr, states);
         *out_program = reinterpret_cast<ferrum_program *>(program.detach());
     });
 }
@@ -238,9 +260,11 @@ int32_t ferrum_program_run(ferrum_program *program, const ferrum_tensor *inputs,
                            const uint32_t *sizes, ferrum_state **const *out_states, uint64_t *out_lengths) {
     return guard([&] {
         const auto *object = reinterpret_cast<const Program *>(required(program, "program"));
-        required(out_arrays, "out_arrays");
-        required(sizes, "sizes");
-        required(out_states, "out_states");
+        if (object->arrays()) required(out_arrays, "out_arrays");
+        if (groups) {
+            required(sizes, "sizes");
+            required(out_states, "out_states");
+        }
         for (size_t i = 0; i < object->arrays(); i++) required(out_arrays[i], "out_arrays[i]");
         uint64_t variables = 0;
         for (uint32_t i = 0; i < groups; i++) {
@@ -250,8 +274,9 @@ int32_t ferrum_program_run(ferrum_program *program, const ferrum_tensor *inputs,
         if (variables != object->states())
             fail(FERRUM_INVALID_ARGUMENT, "[%s] sizes: expected groups of %zu states in all, got %llu", kOp,
                  object->states(), (unsigned long long)variables);
-        Program::Outputs results =
-            object->run(values ? inputs : required(inputs, "inputs"), values, required(states, "states"));
+        if (object->input_arrays() && !values) required(inputs, "inputs");
+        if (object->input_states()) required(states, "states");
+        Program::Outputs results = object->run(inputs, values, states);
         for (Ref<Buffer> &array : results.arrays) **out_arrays++ = reinterpret_cast<ferrum_buffer *>(array.detach());
         Ref<State> *state = results.states.data();
         for (uint32_t i = 0; i < groups; i++)

@@ -4,6 +4,7 @@
 
 #include <map>
 #include <mutex>
+#include <optional>
 #include <variant>
 
 #include "causal_attention.h"
@@ -68,6 +69,8 @@ class Program : public RefCounted {
     };
     // `values`, where it is not NULL, has the inputs' bytes one after another, and `inputs` is ignored.
     Outputs run(const ferrum_tensor *inputs, const void *values, ferrum_state *const *states) const;
+    size_t input_arrays() const { return inputs_.size(); }
+    size_t input_states() const { return input_states_.size(); }
     size_t arrays() const { return output_arrays_.size(); }
     size_t states() const { return output_states_.size(); }
 
@@ -113,6 +116,10 @@ class Program : public RefCounted {
     mutable std::vector<std::shared_ptr<const Schedule>> schedules_;  // the latest used first
 };
 
+// Fails for the name of an array or a state, unless the recording that made it still lasts, on this thread.
+void check_known(Expected what, const Buffer &buffer);
+void check_known(Expected what, const State &state);
+
 // Takes down the calls of one thread, while they run as ever or instead.
 class Recorder {
    public:
@@ -129,8 +136,11 @@ class Recorder {
 
     const bool runs;
     // Whether the array is an input or depends on one.
-    bool knows(Buffer *buffer) const { return slots_.count(buffer); }
-    void check_indices(const char *op, const char *name, const ferrum_tensor &tensor, uint64_t limit);
+    bool knows(const Buffer *buffer) const { return slots_.count(const_cast<Buffer *>(buffer)); }
+    bool knows(const State *state) const { return states_.count(const_cast<State *>(state)); }
+    // That the indices are an input's, whose values a run checks; none is needed where they are the same in every run.
+    std::optional<IndexCheck> check_of(const char *op, const char *name, const ferrum_tensor &tensor, uint64_t limit);
+    void check_in_runs(IndexCheck &&check) { program_->checks_.push_back(std::move(check)); }
     void operation(const Submission &work, const std::vector<Ref<Buffer>> &outputs);
     void attention(Attention *attention, const ferrum_plan_request &request, const ferrum_attention_weights &weights,
                    const std::vector<State *> &states, const ferrum_tensor *xs,

@@ -227,6 +227,7 @@ Program::Outputs Program::run(const ferrum_tensor *inputs, const void *values,
     std::vector<Ref<State>> states(state_slots_);
     for (size_t i = 0; i < input_states_.size(); i++) {
         auto *state = reinterpret_cast<State *>(required(state_handles[i], "states[i]"));
+        check_known({kOp, "states"}, *state);
         if (state->device() != device || !(state->layout == input_states_[i]))
             fail(FERRUM_INVALID_ARGUMENT, "[%s] states: state %zu is not of the kind that was recorded", kOp, i);
         states[i] = Ref<State>::share(state);

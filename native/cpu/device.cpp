@@ -70,6 +70,8 @@ unsigned available_threads() {
     return std::max(1u, std::thread::hardware_concurrency());
 }
 
+constexpr uint32_t kMostThreads = 256;
+
 struct PackingJob : Job {
     PackingJob(const Packing &packing, void (*pack)(const Packing &, uint64_t), unsigned threads)
         : Job(1, threads), packing(packing), pack(pack) {}
@@ -84,7 +86,8 @@ class CpuDevice : public Device {
    public:
     explicit CpuDevice(const ferrum_device_options &options)
         : set_(choose(options.instruction_set)),
-          pool_(std::make_unique<Pool>(options.threads ? std::min(options.threads, 256u) : available_threads())) {
+          pool_(
+              std::make_unique<Pool>(options.threads ? std::min(options.threads, kMostThreads) : available_threads())) {
         open_arena(options.arena_limit_bytes, options.poison);
     }
     ~CpuDevice() override {
@@ -109,8 +112,9 @@ class CpuDevice : public Device {
         std::lock_guard lock(run_);
         auto job = std::make_shared<Launches>(std::move(work), set_, pool_->threads());
         if (temp_size_ < job->temp_bytes()) {
-            temp_size_ = BlockCache::size_class(job->temp_bytes());
-            temp_.reset(static_cast<uint8_t *>(blocks.take(temp_size_)));
+            const uint64_t size = BlockCache::size_class(job->temp_bytes());
+            temp_.reset(static_cast<uint8_t *>(blocks.take(size)));
+            temp_size_ = size;
         }
         job->set_temp(temp_.get());
         if (job->is_small())
@@ -125,9 +129,9 @@ class CpuDevice : public Device {
         const FormatInfo &info = *weight_format(weight.format);
         auto *buffer = reinterpret_cast<CpuBuffer *>(weight.buffer);
         const uint64_t bytes = packed_bytes(weight.format, rows, width);
-        if (bytes == 0 || buffer->prepared(weight.offset, weight.format, rows, width)) return bytes;
         buffer->wait();
         std::lock_guard lock(run_);
+        if (bytes == 0 || buffer->prepared(weight.offset, weight.format, rows, width)) return bytes;
         if (!prepared_slab_ || prepared_slab_->bytes() - prepared_used_ < bytes) {
             prepared_slab_ = std::make_shared<MappedSlab>(std::max(align_up(bytes, kHugePage), kPreparedSlab));
             prepared_used_ = 0;

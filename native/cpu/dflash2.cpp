@@ -197,7 +197,8 @@ void dflash2_attention_bf16(const Call &call, Worker &worker) {
             }
         }
         half *y = call.at<half>(FERRUM_DFLASH2_ATTENTION_Y) + (((uint64_t)lane * p.rows + r) * p.query_heads + h) * dim;
-        for (uint32_t i = 0; i < vectors; i++) store(y + i * kLanes, context[i] / splat(total));
+        const f32x16 divisor = splat(total == 0 ? 1.0f : total);  // a row that sees no column is zero
+        for (uint32_t i = 0; i < vectors; i++) store(y + i * kLanes, context[i] / divisor);
     });
 }
 

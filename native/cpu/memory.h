@@ -98,12 +98,10 @@ class CpuBuffer : public Buffer {
     using Buffer::Buffer;
     const uint8_t *prepared(uint64_t offset, uint32_t format, uint64_t rows, uint64_t width) {
         std::lock_guard lock(mutex_);
-        auto found = prepared_.find(offset);
-        if (found == prepared_.end()) return nullptr;
-        const Prepared &p = found->second;
-        return p.format == format && p.rows == rows && p.width == width ? p.data : nullptr;
+        for (auto [at, end] = prepared_.equal_range(offset); at != end; at++)
+            if (const Prepared &p = at->second; p.format == format && p.rows == rows && p.width == width) return p.data;
+        return nullptr;
     }
-    // The first one of an offset stays: a launch may be reading it.
     void keep_prepared(uint64_t offset, Prepared &&copy) {
         std::lock_guard lock(mutex_);
         prepared_.emplace(offset, std::move(copy));
@@ -111,7 +109,7 @@ class CpuBuffer : public Buffer {
 
    private:
     std::mutex mutex_;
-    std::unordered_map<uint64_t, Prepared> prepared_;
+    std::unordered_multimap<uint64_t, Prepared> prepared_;
 };
 
 }  // namespace ferrum::cpu

@@ -2,6 +2,10 @@
 
 #include <sched.h>
 
+#include <system_error>
+
+#include "../core/error.h"
+
 namespace ferrum::cpu {
 
 namespace {
@@ -82,10 +86,21 @@ void run_alone(Job &job) {
 }
 
 Pool::Pool(unsigned threads) {
-    for (unsigned i = 1; i < threads; i++) workers_.emplace_back([this, i] { serve(i); });
+    workers_.reserve(threads - 1);
+    try {
+        for (unsigned i = 1; i < threads; i++) workers_.emplace_back([this, i] { serve(i); });
+    } catch (const std::system_error &error) {
+        const unsigned started = this->threads();
+        stop();
+        fail(FERRUM_DEVICE_ERROR, "[device] threads: the system gave %u of %u: %s", started, threads, error.what());
+    }
 }
 
 Pool::~Pool() {
+    stop();
+}
+
+void Pool::stop() {
     {
         std::lock_guard lock(mutex_);
         stop_ = true;

@@ -42,7 +42,7 @@ void run_alone(Job &job);
 
 class Pool {
    public:
-    // `threads` counts the caller's: one means no thread of our own.
+    // `threads` counts the caller's: one means no thread of our own. Fails if the system has no more of them.
     explicit Pool(unsigned threads);
     ~Pool();
     unsigned threads() const { return unsigned(workers_.size()) + 1; }
@@ -51,6 +51,7 @@ class Pool {
 
    private:
     void serve(unsigned index);
+    void stop();
 
     std::mutex mutex_;
     std::condition_variable wake_;

@@ -69,8 +69,8 @@ static FERRUM_ALWAYS_INLINE i32x16 widen(u8x32 a) {
     r.part[0] = (IntRegister)(kIsSigned<Byte> ? _mm512_cvtepi8_epi16((__m256i)a) : _mm512_cvtepu8_epi16((__m256i)a));
 #elif defined(__AVX2__)
     const __m128i halves[2] = {_mm256_castsi256_si128((__m256i)a), _mm256_extracti128_si256((__m256i)a, 1)};
-    FERRUM_EACH(r.part[i] = (IntRegister)(kIsSigned<Byte> ? _mm256_cvtepi8_epi16(halves[i])
-                                                          : _mm256_cvtepu8_epi16(halves[i])));
+    FERRUM_EACH(r.part[i] =
+                    (IntRegister)(kIsSigned<Byte> ? _mm256_cvtepi8_epi16(halves[i]) : _mm256_cvtepu8_epi16(halves[i])));
 #elif defined(FERRUM_NEON)
     uint8x8_t bytes[4];
     memcpy(bytes, &a, sizeof(bytes));

@@ -118,7 +118,7 @@ int32_t ferrum_format_at(uint32_t index, ferrum_format_info *out_info);
 
 typedef struct ferrum_device_options {
     uint64_t arena_limit_bytes; /* 0: half of the machine's memory. Rounded down to whole pages */
-    uint32_t threads;           /* CPU threads, the caller's included; 0: one per available core */
+    uint32_t threads;           /* CPU threads, the caller's included, 256 at most; 0: one per available core */
     uint32_t exact;             /* 1: every row takes the same order of sums however many come with it, on every device;
                                    0: prefill may use faster tiles (the CPU device is exact either way) */
     uint32_t poison;            /* 1: fill pages and buffers with NaN when they are freed (debugging) */
@@ -161,7 +161,8 @@ int32_t ferrum_device_arena_stats(ferrum_device *device, ferrum_arena_stats *out
 /* A new buffer of `bytes` bytes (0 is fine), contents undefined. */
 int32_t ferrum_buffer_new(ferrum_device *device, uint64_t bytes, ferrum_buffer **out_buffer);
 
-/* A buffer over the caller's memory, not copied: it must stay readable and unchanged until the buffer is gone. */
+/* A buffer over the caller's memory, not copied: it must stay readable and unchanged until the buffer is gone. Arrays
+ * in it are used only if it is aligned to their elements. */
 int32_t ferrum_buffer_wrap(ferrum_device *device, const void *data, uint64_t bytes, ferrum_buffer **out_buffer);
 
 void ferrum_buffer_release(ferrum_buffer **buffer);
@@ -205,7 +206,7 @@ int32_t ferrum_state_truncate(ferrum_state *state, uint64_t length, ferrum_state
 
 /* A state with `keys` and `values`, float16 [tokens, key_value_heads, head_dim], appended as they are (keys already
  * rotated). `state` still shows what it showed. Writes in place where no living state shows the slots, else copies one
- * page. Errors: FERRUM_OUT_OF_PAGES. */
+ * page. Nothing appended is the same handle once more. Errors: FERRUM_OUT_OF_PAGES. */
 int32_t ferrum_state_append(ferrum_state *state, const ferrum_tensor *keys, const ferrum_tensor *values,
                             ferrum_state **out_state);
 
@@ -336,16 +337,18 @@ int32_t ferrum_plan_resource(ferrum_plan *plan, uint32_t index, ferrum_resource 
 
 /* From here to ferrum_program_end this thread's calls on `device` are taken down while they run as ever, if `run`, else
  * instead: arrays and states that they make then are names of values that a run will have, to be given to other calls
- * and to ferrum_program_end, and released; nobody may read them. What calls read of the inputs will be another array,
- * or state, in every run; any other array, state or number they use is captured as it is. Inputs are states of their
- * own and buffers of their own, with nothing else in them, each at most once. Calls on `device` that cannot be replayed
- * are refused with FERRUM_UNSUPPORTED as long as a recording lasts: those of rings, state_append, state_truncate and
- * state_read. */
+ * and to ferrum_program_end, and released; whatever else would use them, then or later, is refused. What calls read of
+ * the inputs will be another array, or state, in every run; any other array, state or number they use is captured as it
+ * is. Inputs are states of their own and buffers of their own, with nothing else in them, each at most once; `inputs`
+ * and `input_states` may be NULL where there are none. As long as a recording lasts, FERRUM_UNSUPPORTED is the answer
+ * to calls on `device` that cannot be replayed (those of rings and of DFlash 2, ferrum_program_run, weight_prepare,
+ * state_append, state_truncate, state_read and state_pages) and to reading an array that depends on the inputs. A
+ * thread that ends while it records leaves what the recording holds, the device included, to the end of the process. */
 int32_t ferrum_program_begin(ferrum_device *device, uint32_t run, uint32_t arrays, const ferrum_tensor *inputs,
                              uint32_t states, ferrum_state *const *input_states);
 
 /* Ends the recording, whether it succeeds or not: the program that makes `outputs` and `output_states`, each of which a
- * recorded call made. */
+ * recorded call made. Of an output only the buffer counts: a run gives all of it. Either list may be NULL if empty. */
 int32_t ferrum_program_end(uint32_t arrays, const ferrum_tensor *outputs, uint32_t states,
                            ferrum_state *const *output_states, ferrum_program **out_program);
 
@@ -357,8 +360,9 @@ void ferrum_program_release(ferrum_program **program);
 /* Runs a program on other inputs of the same shapes and formats, as one call: everything is checked and reserved before
  * anything starts, and nothing is returned unless all of it succeeds. `values`: NULL, or the host's address of all the
  * inputs' bytes, one input behind the other; they are copied, and `inputs` is ignored. `states`: as many as
- * ferrum_program_begin was given. New states come in `groups` groups: out_states[i] is the first of sizes[i] variables
- * that lie one behind the other. `out_lengths`: tokens of each new state; may be NULL. */
+ * ferrum_program_begin was given. Lists may be NULL where they are empty. New states come in `groups` groups:
+ * out_states[i] is the first of sizes[i] variables that lie one behind the other. `out_lengths`: tokens of each new
+ * state; may be NULL. */
 int32_t ferrum_program_run(ferrum_program *program, const ferrum_tensor *inputs, const void *values,
                            ferrum_state *const *states, ferrum_buffer **const *out_arrays, uint32_t groups,
                            const uint32_t *sizes, ferrum_state **const *out_states, uint64_t *out_lengths);
@@ -449,7 +453,8 @@ int32_t ferrum_dflash2_mask(ferrum_ring *ring, uint32_t rows, uint32_t query_hea
 int32_t ferrum_dflash2_mask_rows(ferrum_device *device, const ferrum_tensor *hidden, const ferrum_tensor *embedding,
                                  uint32_t lanes, uint32_t rows, ferrum_buffer **out_hidden);
 
-/* f16 [B * R, H * D] = softmax(queries keys^T / sqrt(D) + mask) values, of packed arrays. */
+/* f16 [B * R, H * D] = softmax(queries keys^T / sqrt(D) + mask) values, of packed arrays; 0 where a row sees nothing.
+ */
 int32_t ferrum_dflash2_attention(ferrum_device *device, const ferrum_tensor *queries, const ferrum_tensor *keys,
                                  const ferrum_tensor *values, const ferrum_tensor *mask, ferrum_buffer **out_context);
 
