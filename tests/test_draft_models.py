@@ -108,6 +108,18 @@ def test_load__is_strict(target: pf.Model, tmp_path: Path) -> None:
             made["sliding_window"] = 2
         with pytest.raises(pf.CheckpointError, match=message):
             pf.load_draft(write_draft(tmp_path / f"limits{i}", target, config=made), target)
+    quantised = config | {"quantization_config": {"quant_method": "fp8"}}
+    with pytest.raises(pf.UnsupportedError, match="quantization_config: quant_method 'fp8' is not built"):
+        pf.load_draft(write_draft(tmp_path / "q", target, config=quantised, weights=weights), target)
+    scaled = weights | {"layers.0.mlp.up_proj.weight_scale": np.ones(1, np.float32)}
+    with pytest.raises(pf.UnsupportedError, match=r"parts of weights .*'layers\.0\.mlp\.up_proj\.weight_scale'"):
+        pf.load_draft(write_draft(tmp_path / "s", target, config=config, weights=scaled), target)
+    bytes_ = weights | {"fc.weight": weights["fc.weight"].astype(np.int8)}
+    with pytest.raises(pf.UnsupportedError, match=r"'fc\.weight': weights of dtype I8"):
+        pf.load_draft(write_draft(tmp_path / "i", target, config=config, weights=bytes_), target)
+    for layers, message in ((10**9, "expected 1…1024 layers"), (0, "expected 1…1024 layers, got 0")):
+        with pytest.raises(pf.CheckpointError, match=f"num_hidden_layers: {message}"):
+            parsed(config | {"num_hidden_layers": layers})
     wide = settings(128, second=False)
     with pytest.raises(pf.CheckpointError, match="hidden_size: expected 64, the target's, got 128"):
         pf.load_draft(write_draft(tmp_path / "e", target, config=wide), target)

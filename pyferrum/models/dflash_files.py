@@ -14,7 +14,7 @@ from pyferrum.checkpoint import GGUFFile, SafetensorsFiles
 from pyferrum.errors import CheckpointError, UnsupportedError
 from pyferrum.models.dflash import Conv, DFlashConfig, DraftLayer, DraftParams
 from pyferrum.models.llama_files import _hf_rope
-from pyferrum.models.loading import TensorLoader
+from pyferrum.models.loading import TensorLoader, check_layers
 
 _CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 
@@ -80,6 +80,7 @@ def tensor_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
 def load_params(config: DFlashConfig, load: TensorLoader, stored_name: Callable[[str], str]) -> DraftParams:
     """The weights, and nothing left over; `stored_name` gives a safetensors name as the file has it."""
     shapes = tensor_shapes(config)
+    load.require(map(stored_name, shapes))
 
     def get(name: str) -> Any:
         shape, stored = shapes[name], stored_name(name)
@@ -158,6 +159,7 @@ def hf_config(files: SafetensorsFiles, target_vocabulary: int) -> DFlashConfig:
         if nested.get(key, top.get(key)) not in (None, value):
             raise UnsupportedError(f"{source}: {key}={nested.get(key, top.get(key))!r} is not built")
     layers = get("num_hidden_layers", int)
+    check_layers(source, "num_hidden_layers", layers, files.tensors)
     window = get("swa_window_size", int, None) if nested.get("use_swa") else get("sliding_window", int, None)
     kinds = get("layer_types", list, ["sliding_attention" if nested.get("use_swa") else "full_attention"] * layers)
     if len(kinds) != layers or set(kinds) - {"sliding_attention", "full_attention"}:
@@ -232,6 +234,7 @@ def gguf_config(file: GGUFFile, target_vocabulary: int, target_hidden: int) -> D
         return file.get(f"dflash.{key}", kind, *default)
 
     source, layers = str(file.path), get("block_count", int)
+    check_layers(source, "dflash.block_count", layers, file.tensors)
     if get("attention.value_length", int, get("attention.key_length", int)) != get("attention.key_length", int):
         raise UnsupportedError(f"{source}: values of another width than keys are not built")
     window = get("attention.sliding_window", int, 0)

@@ -16,7 +16,7 @@ from pyferrum import dflash2, ops
 from pyferrum.checkpoint import open_gguf, open_safetensors
 from pyferrum.errors import CheckpointError, InvalidArgument, UnsupportedError
 from pyferrum.models import dflash, dflash_files
-from pyferrum.models.loading import TensorLoader
+from pyferrum.models.loading import TensorLoader, check_unquantised
 from pyferrum.models.model import Model
 from pyferrum.sampling import Sampling
 
@@ -185,12 +185,13 @@ def load_draft(path: str | PathLike[str], target: Model, *, target_layers: Seque
             if (architecture := file.get("general.architecture", str)) != "dflash":
                 raise UnsupportedError(f"{path}: architecture {architecture!r} is not a draft model; known: dflash")
             config = dflash_files.gguf_config(file, target.config.vocabulary, target.config.hidden_size)
-            loader = TensorLoader(file.tensors, file.files, target.device)
+            loader = TensorLoader(path, file.tensors, file.files, target.device)
             names = dflash_files.gguf_name
         else:
             files = open_safetensors(path)
+            check_unquantised(files)
             config = dflash_files.hf_config(files, target.config.vocabulary)
-            loader = TensorLoader(files.tensors, files.files, target.device)
+            loader = TensorLoader(path, files.tensors, files.files, target.device)
             names = dflash_files.hf_name(files)
         if target_layers is not None:
             config = replace(config, target_layers=tuple(int(layer) for layer in target_layers))

@@ -16,7 +16,7 @@ from pyferrum.checkpoint import GGUFFile, SafetensorsFiles
 from pyferrum.config import AttentionConfig
 from pyferrum.errors import CheckpointError, UnsupportedError
 from pyferrum.models.llama import LayerParams, LlamaConfig, LlamaParams
-from pyferrum.models.loading import TensorLoader
+from pyferrum.models.loading import TensorLoader, check_layers
 from pyferrum.weights import AttentionWeights
 
 _GGUF_LAYER = {
@@ -63,6 +63,10 @@ def _params(
 ) -> LlamaParams:
     attention, hidden, wide = config.attention, config.hidden_size, config.intermediate_size
     query, kv = attention.query_projection_features, attention.kv_features
+    parts = [part for part in _HF_LAYER if not part.endswith("_bias")]
+    head_name = embedding if config.tied_embeddings else output
+    load.require(dict.fromkeys([embedding, *(layer_name(i, part) for i in range(config.layers) for part in parts),
+                                norm, head_name]))  # fmt: skip
     layers = []
     for index in range(config.layers):
 
@@ -122,6 +126,8 @@ def gguf_config(file: GGUFFile) -> LlamaConfig:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(f"{file.path}: tensor 'token_embd.weight' is missing")
+    layers = number("block_count", int)
+    check_layers(str(file.path), "llama.block_count", layers, file.tensors)
     attention = AttentionConfig(
         hidden_size=hidden,
         query_heads=heads,
@@ -136,7 +142,7 @@ def gguf_config(file: GGUFFile) -> LlamaConfig:
     )
     return LlamaConfig(
         architecture="llama",
-        layers=number("block_count", int),
+        layers=layers,
         intermediate_size=number("feed_forward_length", int),
         vocabulary=embedding.shape[0],
         attention=attention,
@@ -206,6 +212,8 @@ def hf_config(files: SafetensorsFiles) -> LlamaConfig:
     hidden, heads = number("hidden_size", int), number("num_attention_heads", int)
     if heads < 1:
         raise CheckpointError(f"{source}: num_attention_heads: expected at least 1, got {heads}")
+    layers = number("num_hidden_layers", int)
+    check_layers(source, "num_hidden_layers", layers, files.tensors)
     theta, scaling = _hf_rope(values, source)
     attention = AttentionConfig(
         hidden_size=hidden,
@@ -219,7 +227,7 @@ def hf_config(files: SafetensorsFiles) -> LlamaConfig:
     )
     return LlamaConfig(
         architecture="LlamaForCausalLM",
-        layers=number("num_hidden_layers", int),
+        layers=layers,
         intermediate_size=number("intermediate_size", int),
         vocabulary=number("vocab_size", int),
         attention=attention,
@@ -267,8 +275,8 @@ def hf_params(config: LlamaConfig, load: TensorLoader) -> LlamaParams:
     """The weights of a safetensors folder, as they are stored."""
     if config.tied_embeddings:
         load.use("lm_head.weight")
-    for index in range(config.layers):
-        load.use(f"model.layers.{index}.self_attn.rotary_emb.inv_freq")
+    for owner in ("model", *(f"model.layers.{index}.self_attn" for index in range(config.layers))):
+        load.use(f"{owner}.rotary_emb.inv_freq")
     return _params(
         config,
         load,
