@@ -73,6 +73,24 @@ FOLDERS: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] 
             "a bias of the MLP": "model.layers.0.mlp.gate_proj.bias",
         }.items()
     },
+    "tied to another matrix": (
+        {"tie_word_embeddings": True},
+        {},
+        pf.CheckpointError,
+        r"tie_word_embeddings is true, and tensors 'model\.embed_tokens\.weight' and 'lm_head\.weight' differ",
+    ),
+    "biases said but not there": (
+        {"attention_bias": True},
+        {f"{Q_PROJ}.bias": np.ones(64, np.float32)},
+        pf.CheckpointError,
+        r"config\.json: attention_bias is true, and tensors are missing: 'model\.layers\.0\.self_attn\.k_proj\.bias'",
+    ),
+    "beyond float16": (
+        {},
+        {f"{Q_PROJ}.weight": np.full((64, 64), 70000.0)},
+        pf.CheckpointError,
+        rf"tensor '{Q_PROJ}\.weight' \(F64\): has values beyond those of float16",
+    ),
     "too many layers": (
         {"num_hidden_layers": 10**9},
         {},
@@ -156,14 +174,28 @@ def test_strict__a_tensor_nobody_uses(
     path = write(tmp_path / name, weights=changed({"extra.weight": ONE}))
     with caplog.at_level("INFO", logger="pyferrum"):
         pf.load(path)
-    assert f"{path}: 1 tensors of the file are not used: extra.weight" in caplog.text
-    with pytest.raises(pf.CheckpointError, match=rf"{name}: 1 tensors of the file are not used: extra\.weight"):
+    assert f"{path}: 1 tensors of the file are not used: 'extra.weight'" in caplog.text
+    with pytest.raises(pf.CheckpointError, match=rf"{name}: 1 tensors of the file are not used: 'extra\.weight'"):
         pf.load(path, strict=True)
 
 
 def test_strict__buffers_of_old_checkpoints_are_no_strangers(tmp_path: Path) -> None:
     names = ("model.rotary_emb.inv_freq", "model.layers.0.self_attn.rotary_emb.inv_freq")
     pf.load(tiny.write_tiny(tmp_path, weights=changed(dict.fromkeys(names, ONE))), strict=True)
+
+
+def test_tied__an_output_matrix_that_is_the_embedding_is_no_second_one(tmp_path: Path) -> None:
+    """FACTS F.1: config.json says tied, and the file has both; whatever they are stored in, their values are equal."""
+    embedding = tiny.tensors()["model.embed_tokens.weight"]
+    tied = pf.load(tiny.write_tiny(tmp_path / "one", weights=changed({"lm_head.weight": None})))
+    for dtype in (np.float16, np.float32):
+        weights = changed({"lm_head.weight": embedding.astype(dtype)})
+        folder = tiny.write_tiny(tmp_path / "both", config={"tie_word_embeddings": True}, weights=weights)
+        model = pf.load(folder, strict=True)
+        assert model.config.tied_embeddings
+        assert model.params.output is model.params.embedding
+        logits = [np.asarray(m.forward(m.init_state(), [3, 4])[1]) for m in (tied, model)]
+        np.testing.assert_array_equal(*logits)
 
 
 def test_quantised__is_refused_before_a_tensor_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

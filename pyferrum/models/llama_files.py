@@ -16,7 +16,7 @@ from pyferrum.checkpoint import GGUFFile, SafetensorsFiles
 from pyferrum.config import AttentionConfig
 from pyferrum.errors import CheckpointError, UnsupportedError
 from pyferrum.models.llama import LayerParams, LlamaConfig, LlamaParams
-from pyferrum.models.loading import TensorLoader, check_layers
+from pyferrum.models.loading import TensorLoader, check_layers, some
 from pyferrum.weights import AttentionWeights
 
 _GGUF_LAYER = {
@@ -214,6 +214,11 @@ def hf_config(files: SafetensorsFiles) -> LlamaConfig:
         raise CheckpointError(f"{source}: num_attention_heads: expected at least 1, got {heads}")
     layers = number("num_hidden_layers", int)
     check_layers(source, "num_hidden_layers", layers, files.tensors)
+    if number("attention_bias", bool, False):
+        biases = [f"model.layers.{i}.{_HF_LAYER[f'{x}_bias']}" for i in range(layers) for x in "qkvo"]
+        lacking = [name for name in biases if name not in files.tensors]
+        if lacking:
+            raise CheckpointError(f"{source}: attention_bias is true, and tensors are missing: {some(lacking)}")
     theta, scaling = _hf_rope(values, source)
     attention = AttentionConfig(
         hidden_size=hidden,
@@ -274,7 +279,7 @@ def _hf_rope(values: Mapping[str, Any], source: str) -> tuple[float, rope.Scalin
 def hf_params(config: LlamaConfig, load: TensorLoader) -> LlamaParams:
     """The weights of a safetensors folder, as they are stored."""
     if config.tied_embeddings:
-        load.use("lm_head.weight")
+        load.check_tied("model.embed_tokens.weight", "lm_head.weight")
     for owner in ("model", *(f"model.layers.{index}.self_attn" for index in range(config.layers))):
         load.use(f"{owner}.rotary_emb.inv_freq")
     return _params(

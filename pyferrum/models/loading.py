@@ -14,7 +14,7 @@ import numpy as np
 from pyferrum import _native
 from pyferrum.array import Array, DeviceArray, array
 from pyferrum.checkpoint import SafetensorsFiles, StoredTensor
-from pyferrum.checkpoint.stored import DENSE_DTYPES
+from pyferrum.checkpoint.stored import DENSE_DTYPES, Bytes
 from pyferrum.device import Device
 from pyferrum.errors import CheckpointError, UnsupportedError
 from pyferrum.formats import BLOCK_FORMATS, DTYPES
@@ -23,6 +23,8 @@ from pyferrum.weights import BlockArray, Weight, prepare
 logger = logging.getLogger("pyferrum")
 
 _MAX_LAYERS = 1024
+_COMPARED_AT_ONCE = 1 << 24
+"""Bytes of a tensor that are compared at once: an embedding is too large for a second array of its size."""
 _LAYER_NAME = re.compile(r"(?:^|\.)(?:layers|blk)\.(\d{1,9})\.")
 _NUMBERS = ("F64", "F32", "F16", "BF16")
 """Dense formats whose elements are the weights themselves; others only mean something beside a scale."""
@@ -81,10 +83,27 @@ class TensorLoader:
 
     def require(self, names: Iterable[str]) -> None:
         """Raise CheckpointError if any of these tensors is missing."""
-        missing = [repr(name) for name in names if name not in self._tensors]
+        missing = [name for name in names if name not in self._tensors]
         if missing:
             what = "tensor {} is missing" if len(missing) == 1 else f"{len(missing)} tensors are missing: {{}}"
-            raise CheckpointError(f"{self._path}: {what.format(_some(missing))}")
+            raise CheckpointError(f"{self._path}: {what.format(some(missing))}")
+
+    def check_tied(self, embedding: str, output: str) -> None:
+        """Raise CheckpointError if there is an output matrix that is not the embedding it is said to be tied to."""
+        if output not in self._tensors:
+            return
+        self.require([embedding])
+        self.use(output)
+        one, other = self._tensors[embedding], self._tensors[output]
+        equal = one.shape == other.shape and (
+            _equal_bytes(one.data, other.data)
+            if one.format == other.format
+            else np.array_equal(one.dequantize(), other.dequantize())
+        )
+        if not equal:
+            raise CheckpointError(
+                f"{self._path}: tie_word_embeddings is true, and tensors {embedding!r} and {output!r} differ"
+            )
 
     def matrix(self, name: str, shape: tuple[int, int], *, multiplied: bool = True) -> Weight:
         """A matrix [out, in] in its stored format, or float16 where no kernel multiplies that.
@@ -109,7 +128,7 @@ class TensorLoader:
             self.expanded_bytes += stored.nbytes  # safetensors does not promise alignment
             return array(stored.array(), device=self._device)
         self._expanded[stored.format] += 1
-        return self._copy(stored.dequantize(), np.float16)
+        return self._copy(stored, np.float16)
 
     def vector(self, name: str, length: int, *, optional: bool = False) -> Array | None:
         """A norm or bias [length], float16 or float32; None where it is optional and not there."""
@@ -117,11 +136,11 @@ class TensorLoader:
             return None
         stored = self._stored(name, (length,))
         dtype = np.float16 if stored.format == "F16" else np.float32
-        return self._copy(stored.dequantize(), dtype)
+        return self._copy(stored, dtype)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Array:
         """A small tensor of any rank, float32."""
-        return self._copy(self._stored(name, shape).dequantize(), np.float32)
+        return self._copy(self._stored(name, shape), np.float32)
 
     def finish(self, strict: bool) -> None:
         """Report what was expanded, and tensors nobody asked for: an INFO line, or an error if `strict`.
@@ -133,11 +152,11 @@ class TensorLoader:
             what = ", ".join(f"{count} {format}" for format, count in self._expanded.items())
             logger.warning("no kernel multiplies %s tensors as stored: expanded to float16", what)
         unused = [name for name in self._tensors if name not in self._used]
-        beside = [repr(name) for name in unused if self._is_beside_a_weight(name)]
+        beside = [name for name in unused if self._is_beside_a_weight(name)]
         if beside:
-            raise UnsupportedError(f"{self._path}: parts of weights that are not built: {_some(beside)}")
+            raise UnsupportedError(f"{self._path}: parts of weights that are not built: {some(beside)}")
         if unused:
-            text = f"{self._path}: {len(unused)} tensors of the file are not used: {_some(unused)}"
+            text = f"{self._path}: {len(unused)} tensors of the file are not used: {some(unused)}"
             if strict:
                 raise CheckpointError(text)
             logger.info("%s", text)
@@ -166,12 +185,27 @@ class TensorLoader:
         self.mapped_bytes += stored.nbytes
         return self._buffers[stored.path], stored.shape, stored.format, stored.offset
 
-    def _copy(self, values: np.ndarray[Any, Any], dtype: Any) -> Array:
-        copied: DeviceArray = array(values, dtype, device=self._device)
+    def _copy(self, stored: StoredTensor, dtype: Any) -> Array:
+        with np.errstate(over="ignore"):
+            values = stored.dequantize().astype(dtype)
+        if np.isinf(values).any():
+            raise CheckpointError(
+                f"{stored.path}: tensor {stored.name!r} ({stored.format}): has values beyond those of "
+                f"{values.dtype}, which it is expanded to"
+            )
+        copied: DeviceArray = array(values, device=self._device)
         self.expanded_bytes += copied.nbytes
         assert isinstance(copied, Array)
         return copied
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+def _equal_bytes(one: Bytes, other: Bytes) -> bool:
+    return all(
+        np.array_equal(one[start : start + _COMPARED_AT_ONCE], other[start : start + _COMPARED_AT_ONCE])
+        for start in range(0, one.size, _COMPARED_AT_ONCE)
+    )
+
+
+def some(names: list[str]) -> str:
+    """The first of these names, as a message shows them."""
+    return ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
