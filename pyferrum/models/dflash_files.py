@@ -13,8 +13,8 @@ from typing import Any
 from pyferrum.checkpoint import GGUFFile, SafetensorsFiles
 from pyferrum.errors import CheckpointError, UnsupportedError
 from pyferrum.models.dflash import Conv, DFlashConfig, DraftLayer, DraftParams
-from pyferrum.models.llama_files import _hf_rope
 from pyferrum.models.loading import TensorLoader, check_layers
+from pyferrum.models.rope_files import gguf_scaling, hf_rope
 
 _CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 
@@ -154,7 +154,10 @@ def hf_config(files: SafetensorsFiles, target_vocabulary: int) -> DFlashConfig:
         raise UnsupportedError(
             f"{source}: architecture {architecture!r} is not built; known: DFlashDraftModel, DFlash2DraftModel"
         )
-    neutral = {"attention_sink_bias": False, "attention_bias": False, "hidden_act": "silu", "is_neox_style": True}
+    neutral = {
+        "attention_sink_bias": False, "attention_bias": False, "sample_from_anchor": False,
+        "hidden_act": "silu", "is_neox_style": True,
+    }  # fmt: skip
     for key, value in (neutral | {"draft_vocab_size": target_vocabulary, "projector_type": None}).items():
         if nested.get(key, top.get(key)) not in (None, value):
             raise UnsupportedError(f"{source}: {key}={nested.get(key, top.get(key))!r} is not built")
@@ -176,7 +179,7 @@ def hf_config(files: SafetensorsFiles, target_vocabulary: int) -> DFlashConfig:
         raise CheckpointError(f"{source}: target_layer_ids: expected integers, got {list(targets)}")
     if count := get("num_target_layers", int, 0):
         check_targets(source, targets, count)
-    theta, scaling = _hf_rope(top, source)
+    theta, scaling = hf_rope(top, source)
     hidden = get("hidden_size", int)
     second = architecture == "DFlash2DraftModel"
     config = DFlashConfig(
@@ -235,8 +238,13 @@ def gguf_config(file: GGUFFile, target_vocabulary: int, target_hidden: int) -> D
 
     source, layers = str(file.path), get("block_count", int)
     check_layers(source, "dflash.block_count", layers, file.tensors)
-    if get("attention.value_length", int, get("attention.key_length", int)) != get("attention.key_length", int):
+    head_dim = get("attention.key_length", int)
+    if get("attention.value_length", int, head_dim) != head_dim:
         raise UnsupportedError(f"{source}: values of another width than keys are not built")
+    if get("rope.dimension_count", int, head_dim) != head_dim:
+        raise UnsupportedError(f"{source}: dflash.rope.dimension_count: heads rotated in part are not built")
+    if get("sample_from_anchor", bool, False):
+        raise UnsupportedError(f"{source}: dflash.sample_from_anchor is not built")
     window = get("attention.sliding_window", int, 0)
     pattern = get("attention.sliding_window_pattern", list[bool], [bool(window)] * layers)
     if len(pattern) != layers or (any(pattern) and not window):
@@ -245,9 +253,10 @@ def gguf_config(file: GGUFFile, target_vocabulary: int, target_hidden: int) -> D
         )
     causal = get("attention.causal", bool, None)
     targets = tuple(get("target_layers", list[int]))
-    if 0 not in targets:  # a 0 can only come from early conversions, which wrote layers counted from 0
+    # Early conversions wrote layers counted from 0, and the mask token among the keys of the architecture.
+    early = "dflash.mask_token_id" in file.metadata
+    if 0 not in targets and not early:
         targets = tuple(layer - 1 for layer in targets)
-    mask = file.get("tokenizer.ggml.mask_token_id", int, None)
     second = "selector_hidden.weight" in file.tensors
     config = DFlashConfig(
         architecture="dflash",
@@ -256,14 +265,15 @@ def gguf_config(file: GGUFFile, target_vocabulary: int, target_hidden: int) -> D
         intermediate_size=get("feed_forward_length", int),
         query_heads=get("attention.head_count", int),
         key_value_heads=get("attention.head_count_kv", int),
-        head_dim=get("attention.key_length", int),
+        head_dim=head_dim,
         windows=tuple(window if slides else None for slides in pattern),
         causal=tuple(slides if causal is None else causal for slides in pattern),
         block_size=get("block_size", int),
         target_layers=targets,
-        mask_token=get("mask_token_id", int) if mask is None else mask,
+        mask_token=get("mask_token_id", int) if early else file.get("tokenizer.ggml.mask_token_id", int),
         epsilon=get("attention.layer_norm_rms_epsilon", float),
         rope_theta=get("rope.freq_base", float, 10000.0),
+        rope_scaling=gguf_scaling(file, "dflash"),
         logit_scale=get("logit_scale", float, 1.0),
         softcap=get("final_logit_softcapping", float, 0.0),
     )

@@ -186,6 +186,7 @@ def load_draft(path: str | PathLike[str], target: Model, *, target_layers: Seque
                 raise UnsupportedError(f"{path}: architecture {architecture!r} is not a draft model; known: dflash")
             config = dflash_files.gguf_config(file, target.config.vocabulary, target.config.hidden_size)
             loader = TensorLoader(path, file.tensors, file.files, target.device)
+            loader.use("rope_freqs.weight")
             names = dflash_files.gguf_name
         else:
             files = open_safetensors(path)

@@ -5,18 +5,17 @@ Names and keys after llama.cpp's and transformers' converters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from pyferrum import rope
 from pyferrum.checkpoint import GGUFFile, SafetensorsFiles
 from pyferrum.config import AttentionConfig
 from pyferrum.errors import CheckpointError, UnsupportedError
 from pyferrum.models.llama import LayerParams, LlamaConfig, LlamaParams
 from pyferrum.models.loading import TensorLoader, check_layers, some
+from pyferrum.models.rope_files import gguf_scaling, hf_rope
 from pyferrum.weights import AttentionWeights
 
 _GGUF_LAYER = {
@@ -137,7 +136,7 @@ def gguf_config(file: GGUFFile) -> LlamaConfig:
         maximum_context_tokens=number("context_length", int),
         epsilon=number("attention.layer_norm_rms_epsilon", float),
         rope_theta=number("rope.freq_base", float, 10000.0),
-        rope_scaling=_gguf_scaling(file),
+        rope_scaling=gguf_scaling(file, "llama"),
         rope_interleaved=True,  # the converter permutes q and k rows for it
     )
     return LlamaConfig(
@@ -148,29 +147,6 @@ def gguf_config(file: GGUFFile) -> LlamaConfig:
         attention=attention,
         tied_embeddings="output.weight" not in file.tensors,
     )
-
-
-def _gguf_scaling(file: GGUFFile) -> rope.Scaling | None:
-    if "rope_freqs.weight" in file.tensors:
-        divisors = file.tensors["rope_freqs.weight"].array().astype(np.float64)
-        return rope.FrequencyFactors(tuple(divisors.tolist()))
-    kind = file.get("llama.rope.scaling.type", str, "none")
-    if kind == "none":
-        return None
-    factor = file.get("llama.rope.scaling.factor", float)
-    if kind == "linear":
-        return rope.LinearScaling(factor)
-    if kind == "yarn":
-        yarn = rope.YarnScaling(
-            factor,
-            file.get("llama.rope.scaling.original_context_length", int),
-            file.get("llama.rope.scaling.yarn_beta_fast", float, 32.0),
-            file.get("llama.rope.scaling.yarn_beta_slow", float, 1.0),
-        )
-        # llama.cpp multiplies YaRN's own factor by this one.
-        extra = file.get("llama.rope.scaling.attn_factor", float, 1.0)
-        return yarn if extra == 1 else replace(yarn, attention_factor=rope.attention_factor(yarn) * extra)
-    raise UnsupportedError(f"{file.path}: llama.rope.scaling.type {kind!r}; known: none, linear, yarn")
 
 
 def gguf_params(file: GGUFFile, config: LlamaConfig, load: TensorLoader) -> LlamaParams:
@@ -219,7 +195,7 @@ def hf_config(files: SafetensorsFiles) -> LlamaConfig:
         lacking = [name for name in biases if name not in files.tensors]
         if lacking:
             raise CheckpointError(f"{source}: attention_bias is true, and tensors are missing: {some(lacking)}")
-    theta, scaling = _hf_rope(values, source)
+    theta, scaling = hf_rope(values, source)
     attention = AttentionConfig(
         hidden_size=hidden,
         query_heads=heads,
@@ -238,42 +214,6 @@ def hf_config(files: SafetensorsFiles) -> LlamaConfig:
         attention=attention,
         tied_embeddings=number("tie_word_embeddings", bool, False) or "lm_head.weight" not in files.tensors,
     )
-
-
-def _hf_rope(values: Mapping[str, Any], source: str) -> tuple[float, rope.Scaling | None]:
-    """theta and scaling: `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
-    given = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if not isinstance(given, Mapping):
-        raise CheckpointError(f"{source}: rope scaling: expected an object, got {given!r}")
-    fields = dict(given)
-    theta = float(fields.pop("rope_theta", None) or values.get("rope_theta") or 10000.0)
-    kind = fields.get("rope_type") or fields.get("type") or "default"
-    for name, neutral in (("partial_rotary_factor", 1.0), ("mscale", None), ("mscale_all_dim", None)):
-        value = fields.get(name, values.get(name))
-        if value not in (None, neutral):
-            raise UnsupportedError(f"{source}: {name}={value!r} is not built for Llama")
-    if kind == "default" and "factor" in fields:
-        raise CheckpointError(f"{source}: rope scaling {fields} has a factor but no rope_type")
-    try:
-        if kind == "default":
-            return theta, None
-        if kind == "linear":
-            return theta, rope.LinearScaling(float(fields["factor"]))
-        original = int(fields.get("original_max_position_embeddings") or values["max_position_embeddings"])
-        if kind == "llama3":
-            low, high = float(fields["low_freq_factor"]), float(fields["high_freq_factor"])
-            return theta, rope.Llama3Scaling(float(fields["factor"]), low, high, original)
-        if kind == "yarn":
-            return theta, rope.YarnScaling(
-                float(fields["factor"]),
-                original,
-                float(fields.get("beta_fast") or 32),
-                float(fields.get("beta_slow") or 1),
-                fields.get("attention_factor"),
-            )
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{source}: rope scaling {fields}: {error!r}") from error
-    raise UnsupportedError(f"{source}: rope_type {kind!r}; known: default, linear, llama3, yarn")
 
 
 def hf_params(config: LlamaConfig, load: TensorLoader) -> LlamaParams:
