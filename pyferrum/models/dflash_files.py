@@ -163,17 +163,20 @@ def hf_config(files: SafetensorsFiles, target_vocabulary: int) -> DFlashConfig:
             raise UnsupportedError(f"{source}: {key}={nested.get(key, top.get(key))!r} is not built")
     layers = get("num_hidden_layers", int)
     check_layers(source, "num_hidden_layers", layers, files.tensors)
-    window = get("swa_window_size", int, None) if nested.get("use_swa") else get("sliding_window", int, None)
-    kinds = get("layer_types", list, ["sliding_attention" if nested.get("use_swa") else "full_attention"] * layers)
-    if len(kinds) != layers or set(kinds) - {"sliding_attention", "full_attention"}:
+    slide = get("use_swa", bool, False)
+    window = get("swa_window_size" if slide else "sliding_window", int, None)
+    kinds = get("layer_types", list, ["sliding_attention" if slide else "full_attention"] * layers)
+    if len(kinds) != layers or any(kind not in ("sliding_attention", "full_attention") for kind in kinds):
         raise CheckpointError(
             f"{source}: layer_types: expected {layers} of sliding_attention, full_attention, got {kinds}"
         )
     sliding = [kind == "sliding_attention" for kind in kinds]
     if any(sliding) and window is None:
         raise CheckpointError(f"{source}: sliding_window: missing, and {sum(sliding)} layers slide")
-    causal = top.get("is_causal")
-    causal = nested.get("is_causal", nested.get("causal")) if causal is None else causal
+    said = (("is_causal", top), ("is_causal", nested), ("causal", nested))
+    key, causal = next(((key, place[key]) for key, place in said if place.get(key) is not None), ("is_causal", None))
+    if not isinstance(causal, bool | None):
+        raise CheckpointError(f"{source}: {key}: expected true or false, got {causal!r}")
     targets = tuple(get("target_layer_ids", list))
     if not all(type(layer) is int for layer in targets):
         raise CheckpointError(f"{source}: target_layer_ids: expected integers, got {list(targets)}")
@@ -191,7 +194,7 @@ def hf_config(files: SafetensorsFiles, target_vocabulary: int) -> DFlashConfig:
         key_value_heads=get("num_key_value_heads", int),
         head_dim=get("head_dim", int),
         windows=tuple(window if slides else None for slides in sliding),
-        causal=tuple(slides if causal is None else bool(causal) for slides in sliding),
+        causal=tuple(slides if causal is None else causal for slides in sliding),
         block_size=get("block_size", int),
         target_layers=targets,
         mask_token=get("mask_token_id", int),
