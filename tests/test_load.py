@@ -118,6 +118,12 @@ FOLDERS: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] 
         pf.CheckpointError,
         r"bad: 9 tensors are missing: 'model\.layers\.2\.input_layernorm\.weight', .* and 1 more",
     ),
+    "a huge head": (
+        {"head_dim": 2**31},
+        {},
+        pf.CheckpointError,
+        r"bad: \[attention_config\] head_dim: expected 1…256, got 2147483648",
+    ),
     "a tensor too few": (
         {},
         {"model.norm.weight": None},
@@ -149,6 +155,39 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = 
         r"bad\.gguf: parts of weights that are not built: 'blk\.0\.ffn_gate\.bias'",
     ),
     "integers": ({}, cast(np.int8), pf.UnsupportedError, r"'blk\.0\.attn_q\.weight': weights of dtype I8"),
+    **{
+        f"head_count_kv {x!r}": (
+            {"llama.attention.head_count_kv": x},
+            {},
+            pf.CheckpointError,
+            r"bad\.gguf: metadata key 'llama\.attention\.head_count_kv': expected .*int",
+        )
+        for x in ("x", float("nan"), float("inf"), [2.0, 2.0])
+    },
+    "layers with different head_count_kv": (
+        {"llama.attention.head_count_kv": [2, 1]},
+        {},
+        pf.UnsupportedError,
+        r"bad\.gguf: layers with different head_count_kv \[2, 1\] are not built",
+    ),
+    "a mixture of experts": (
+        {"llama.expert_count": 8},
+        {},
+        pf.UnsupportedError,
+        r"bad\.gguf: a mixture of experts \(llama\.expert_count\) is not built",
+    ),
+    "a huge head": (
+        {"llama.attention.key_length": 2**31},
+        {},
+        pf.CheckpointError,
+        r"bad\.gguf: \[attention_config\] head_dim: expected 1…256, got 2147483648",
+    ),
+    "more rotated than there is": (
+        {"llama.rope.dimension_count": 18},
+        {},
+        pf.CheckpointError,
+        r"bad\.gguf: \[attention_config\] rope_dim: expected an even number",
+    ),
     "no layers": ({"llama.block_count": 0}, {}, pf.CheckpointError, r"block_count: expected 1…1024 layers, got 0"),
     "fewer layers than the file has": (
         {"llama.block_count": 1},

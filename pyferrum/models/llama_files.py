@@ -110,11 +110,13 @@ def gguf_config(file: GGUFFile) -> LlamaConfig:
         return file.get(f"llama.{key}", kind, *default)
 
     hidden, heads = number("embedding_length", int), number("attention.head_count", int)
-    kv_heads = file.metadata.get("llama.attention.head_count_kv", heads)
-    if np.ndim(kv_heads):
-        if len(set(np.asarray(kv_heads).tolist())) != 1:
-            raise UnsupportedError(f"{file.path}: layers with different head_count_kv {kv_heads} are not built")
-        kv_heads = kv_heads[0]
+    if isinstance(file.metadata.get("llama.attention.head_count_kv"), np.ndarray):
+        by_layer = number("attention.head_count_kv", list[int])
+        if len(set(by_layer)) != 1:
+            raise UnsupportedError(f"{file.path}: layers with different head_count_kv {by_layer} are not built")
+        kv_heads = by_layer[0]
+    else:
+        kv_heads = number("attention.head_count_kv", int, heads)
     if number("expert_count", int, 0):
         raise UnsupportedError(f"{file.path}: a mixture of experts (llama.expert_count) is not built")
     if heads < 1 or hidden < 1:
@@ -130,7 +132,7 @@ def gguf_config(file: GGUFFile) -> LlamaConfig:
     attention = AttentionConfig(
         hidden_size=hidden,
         query_heads=heads,
-        key_value_heads=int(kv_heads),
+        key_value_heads=kv_heads,
         head_dim=head_dim,
         rope_dim=number("rope.dimension_count", int, head_dim),
         maximum_context_tokens=number("context_length", int),
