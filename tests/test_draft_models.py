@@ -1,9 +1,9 @@
-"""Draft models: what their files say, and their forward pass against the reference."""
+"""Draft models: what their files hold, and their forward pass against the reference."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 import pyferrum as pf
-from pyferrum import reference, rope
+from pyferrum import reference
 from pyferrum.models import dflash, dflash_files, llama
-from pyferrum.models.draft import make_draft
 from tests import tiny
 from tests.drafts import PUBLISHED, parsed, random_tensors, settings, write_draft, write_draft_gguf
 
@@ -123,119 +122,6 @@ def test_load__is_strict(target: pf.Model, tmp_path: Path) -> None:
         pf.load_draft(write_draft(tmp_path / "e", target, config=wide), target)
 
 
-NAN, INF = float("nan"), float("inf")
-BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
-    ({"windows": (), "causal": ()}, "num_hidden_layers: expected at least 1, got 0"),
-    ({"target_hidden_size": 128}, "target_hidden_size: expected 64, the target's, got 128"),
-    ({"intermediate_size": 0}, "intermediate_size: expected at least 1, got 0"),
-    ({"head_dim": 96}, "head_dim: expected 64, 128 or 256, got 96"),
-    ({"head_dim": 32}, "head_dim: expected 64, 128 or 256, got 32"),
-    ({"query_heads": 3}, "num_attention_heads: expected a multiple of num_key_value_heads=2, got 3"),
-    ({"key_value_heads": 0}, "num_attention_heads: expected a multiple of num_key_value_heads=0, got 4"),
-    ({"mask_token": 97}, "mask_token_id: expected 0…96, got 97"),
-    ({"block_size": 1}, "block_size: expected at least 2, got 1"),
-    ({"windows": (24, 8)}, "sliding_window: expected at least 9, more than the rows of a block, got 8"),
-    ({"windows": (1 << 31, None)}, "window: expected 3…"),
-    ({"windows": (1 << 40, None)}, "window: expected"),
-    ({"conv_group_size": 0}, "conv_group_size: expected a divisor of hidden_size=64, got 0"),
-    ({"conv_group_size": 48}, "conv_group_size: expected a divisor of hidden_size=64, got 48"),
-    ({"selector_rank": 0}, "selector_rank: expected at least 1, got 0"),
-    ({"selector_vocabulary": 96}, "selector_vocab_size: expected 97, the target's, got 96"),
-    *(({"epsilon": x}, f"rms_norm_eps: expected a positive number, got {x}") for x in (0.0, -1e-6, NAN, INF)),
-    *(({"rope_theta": x}, f"rope_theta: expected a positive number, got {x}") for x in (0.0, -1.0, NAN, INF)),
-    *(({"embedding_scale": x}, f"input_embedding_scale: expected a number, got {x}") for x in (NAN, -INF)),
-    *(({"logit_scale": x}, f"output_multiplier: expected a number, got {x}") for x in (NAN, INF)),
-    *(({"softcap": x}, f"final_logit_softcapping: expected 0 or a positive number, got {x}") for x in (NAN, -1.0)),
-    ({"rope_scaling": rope.FrequencyFactors((1.0,))}, "expected 32 frequency factors"),
-]
-
-
-@pytest.mark.parametrize(("change", "message"), BAD_SETTINGS, ids=[str(change) for change, _ in BAD_SETTINGS])
-def test_make__settings_that_no_draft_model_has_are_named(
-    target: pf.Model, change: dict[str, Any], message: str
-) -> None:
-    config = replace(parsed(settings(tiny.HIDDEN, second=True), target), **change)
-    with pytest.raises(pf.CheckpointError, match=f"DFlash2DraftModel: .*{message}"):
-        make_draft(config, None, target)  # type: ignore[arg-type]
-
-
-BAD_CONFIGS: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
-    ({}, {"conv_group_size": 0}, pf.CheckpointError, "conv_group_size: expected a divisor of hidden_size=64, got 0"),
-    ({"is_causal": "false"}, {}, pf.CheckpointError, "is_causal: expected true or false, got 'false'"),
-    ({"is_causal": None}, {"causal": 0}, pf.CheckpointError, "causal: expected true or false, got 0"),
-    ({}, {"use_swa": "false"}, pf.CheckpointError, "use_swa: expected bool, got 'false'"),
-    ({"layer_types": [["full_attention"]] * 2}, {}, pf.CheckpointError, "layer_types: expected 2 of"),
-    ({"rope_theta": NAN}, {}, pf.CheckpointError, "rope_theta: expected a positive number, got nan"),
-    ({"sample_from_anchor": True}, {}, pf.UnsupportedError, "sample_from_anchor=True is not built"),
-    ({}, {"sample_from_anchor": True}, pf.UnsupportedError, "sample_from_anchor=True is not built"),
-    ({"draft_vocab_size": 50}, {}, pf.UnsupportedError, "draft_vocab_size=50 is not built"),
-    ({}, {"selector_vocab_size": 50}, pf.CheckpointError, "selector_vocab_size: expected 97, the target's, got 50"),
-    ({"head_dim": 32}, {}, pf.CheckpointError, "head_dim: expected 64, 128 or 256, got 32"),
-]
-
-
-@pytest.mark.parametrize(("change", "nested", "error", "message"), BAD_CONFIGS, ids=[str(c[:2]) for c in BAD_CONFIGS])
-def test_load__what_a_config_may_not_say_is_named_with_its_file(
-    target: pf.Model,
-    tmp_path: Path,
-    change: dict[str, Any],
-    nested: dict[str, Any],
-    error: type[Exception],
-    message: str,
-) -> None:
-    good = settings(tiny.HIDDEN, second=True)
-    bad = good | change | {"dflash_config": good["dflash_config"] | nested}
-    folder = write_draft(tmp_path / "bad", target, config=bad, weights=random_tensors(parsed(good, target)))
-    with pytest.raises(error, match=f"/bad: .*{message}"):
-        pf.load_draft(folder, target)
-
-
-GGUF_KEYS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"rope.dimension_count": 32}, pf.UnsupportedError, "dflash.rope.dimension_count: heads rotated in part"),
-    ({"sample_from_anchor": True}, pf.UnsupportedError, "dflash.sample_from_anchor is not built"),
-    ({"rope.scaling.type": "longrope"}, pf.UnsupportedError, "dflash.rope.scaling.type 'longrope'"),
-    ({"rope.scaling.factor": -1.0}, pf.CheckpointError, "factor: expected a positive number, got -1.0"),
-    ({"attention.value_length": 32}, pf.UnsupportedError, "values of another width than keys"),
-    ({"block_count": 0}, pf.CheckpointError, "block_count: expected 1…1024 layers, got 0"),
-    ({"block_count": 1}, pf.CheckpointError, "block_count is 1, and the file holds tensors of 2 layers"),
-    ({"conv_group_size": 0}, pf.CheckpointError, "conv_group_size: expected a divisor of hidden_size=64, got 0"),
-]
-
-
-@pytest.mark.parametrize(("keys", "error", "message"), GGUF_KEYS, ids=[str(keys) for keys, *_ in GGUF_KEYS])
-def test_load__what_a_gguf_file_may_not_say_is_named_with_its_file(
-    target: pf.Model, tmp_path: Path, keys: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    config = parsed(settings(tiny.HIDDEN, second=True), target)
-    path = write_draft_gguf(tmp_path / "bad.gguf", config, random_tensors(config), keys=keys)
-    with pytest.raises(error, match=rf"bad\.gguf: .*{message}"):
-        pf.load_draft(path, target)
-
-
-def test_load__scaling_of_a_gguf_file_is_applied(target: pf.Model, tmp_path: Path) -> None:
-    config = parsed(settings(tiny.HIDDEN, second=False), target)
-    weights = random_tensors(config)
-    yarn = {"type": "yarn", "factor": 4.0, "original_context_length": 512}
-    for name, keys, change, expected in (
-        ("linear", {"type": "linear", "factor": 4.0}, {}, rope.LinearScaling(4.0)),
-        ("yarn", yarn, {}, rope.YarnScaling(4.0, 512)),
-        ("factors", {}, {"rope_freqs.weight": np.full(32, 2.0)}, rope.FrequencyFactors((2.0,) * 32)),
-    ):
-        path = write_draft_gguf(
-            tmp_path / f"{name}.gguf", config, weights | change, keys={f"rope.scaling.{k}": v for k, v in keys.items()}
-        )
-        assert pf.load_draft(path, target).config.rope_scaling == expected
-
-
-def test_load__early_gguf_files_count_layers_from_0(target: pf.Model, tmp_path: Path) -> None:
-    """FACTS D.6: they wrote the target's layers as they are, and the mask token among the keys of `dflash`."""
-    config = parsed(settings(tiny.HIDDEN, second=False, target_layer_ids=[1]), target)
-    weights = random_tensors(config)
-    for name, options in (("late", {}), ("early", {"target_layers": [1], "mask_key": "dflash.mask_token_id"})):
-        model = pf.load_draft(write_draft_gguf(tmp_path / f"{name}.gguf", config, weights, **options), target)
-        assert (model.taps, model.config.mask_token) == ((1,), 3)
-
-
 def test_load__every_spelling_gives_the_same_model(target: pf.Model, tmp_path: Path) -> None:
     config = settings(tiny.HIDDEN, second=True, windows=(24, None))
     weights = random_tensors(parsed(config, target))
@@ -312,6 +198,29 @@ def test_forward__agrees_with_the_reference(
         expected = dflash.forward(params, config, theirs, x, rows, ops=reference)
         np.testing.assert_allclose(hidden, expected, atol=1.5e-2 * np.abs(expected).max())
         assert np.abs(hidden - expected).mean() < 2e-3 * np.abs(expected).mean()
+
+
+def test_forward__scales_of_embeddings_and_logits_are_applied(target: pf.Model, tmp_path: Path) -> None:
+    """FACTS D.3, D.8: `input_embedding_scale`, `output_multiplier`, and then `final_logit_softcapping`."""
+    plain = load(tmp_path / "plain", target, second=True)
+    logits = {"output_multiplier": 0.5, "final_logit_softcapping": 3.0}
+    model = load(tmp_path / "scaled", target, second=True, input_embedding_scale=2.0, **logits)
+    state = model.extend(model.init_state(1), [[0] * 9], [features(9)])
+    ids = [5, *[model.config.mask_token] * 4]
+    x = 2 * np.asarray(pf.embed(ids, target.params.embedding))
+    x[1:] = x[1:].astype(pf.bfloat16)  # the mask's row is kept so
+    hidden = np.asarray(dflash.forward(plain.params, plain.config, state, x, 5))[1:]
+    ours, scores = model.scores(state, [5], 5)
+    np.testing.assert_array_equal(ours, hidden)
+    assert np.abs(hidden - plain.scores(state, [5], 5)[0]).max() > 0.01
+    scaled = 0.5 * np.asarray(pf.linear(hidden, target.params.output, dtype=np.float32))
+    np.testing.assert_allclose(scores, 3 * np.tanh(scaled / 3), rtol=1e-5, atol=1e-6)
+    half = load(tmp_path / "half", target, second=True, input_embedding_scale=2.0, output_multiplier=0.5)
+    np.testing.assert_array_equal(half.scores(state, [5], 5)[1], scaled)
+    config, weights = parsed(settings(tiny.HIDDEN, second=True), target), random_tensors(plain.config)
+    keys = {"logit_scale": 0.5, "final_logit_softcapping": 3.0}
+    file = pf.load_draft(write_draft_gguf(tmp_path / "d.gguf", config, weights, keys=keys), target)
+    assert (file.config.logit_scale, file.config.softcap) == (0.5, 3.0)
 
 
 def test_forward__causal_layers_see_no_later_row(target: pf.Model, tmp_path: Path) -> None:

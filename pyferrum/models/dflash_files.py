@@ -164,7 +164,8 @@ def hf_config(files: SafetensorsFiles, target_vocabulary: int) -> DFlashConfig:
     layers = get("num_hidden_layers", int)
     check_layers(source, "num_hidden_layers", layers, files.tensors)
     slide = get("use_swa", bool, False)
-    window = get("swa_window_size" if slide else "sliding_window", int, None)
+    window_key = "swa_window_size" if slide else "sliding_window"
+    window = get(window_key, int, None)
     kinds = get("layer_types", list, ["sliding_attention" if slide else "full_attention"] * layers)
     if len(kinds) != layers or any(kind not in ("sliding_attention", "full_attention") for kind in kinds):
         raise CheckpointError(
@@ -172,7 +173,7 @@ def hf_config(files: SafetensorsFiles, target_vocabulary: int) -> DFlashConfig:
         )
     sliding = [kind == "sliding_attention" for kind in kinds]
     if any(sliding) and window is None:
-        raise CheckpointError(f"{source}: sliding_window: missing, and {sum(sliding)} layers slide")
+        raise CheckpointError(f"{source}: {window_key}: missing, and {sum(sliding)} layers slide")
     said = (("is_causal", top), ("is_causal", nested), ("causal", nested))
     key, causal = next(((key, place[key]) for key, place in said if place.get(key) is not None), ("is_causal", None))
     if not isinstance(causal, bool | None):
