@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import gguf
 import ml_dtypes
 import numpy as np
 import pytest
 
 import pyferrum as pf
+from pyferrum.checkpoint import StoredTensor
 from pyferrum.models import loading
 from tests import tiny
 
@@ -242,3 +244,80 @@ def test_quantised__is_refused_before_a_tensor_is_read(tmp_path: Path, monkeypat
     monkeypatch.setattr(loading.TensorLoader, "_stored", None)
     with pytest.raises(pf.UnsupportedError, match="fp8"):
         pf.load(folder)
+
+
+def test_biases__of_both_formats_are_used(tmp_path: Path) -> None:
+    """Those of q and k are permuted in a GGUF file as their rows are (FACTS F.3)."""
+    rng = np.random.default_rng(3)
+    widths = {"q": 64, "k": 32, "v": 32, "o": 64}
+    biases = {
+        f"model.layers.{i}.self_attn.{x}_proj.bias": rng.standard_normal(n).astype(np.float32)
+        for i in range(tiny.LAYERS)
+        for x, n in widths.items()
+    }
+    names = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output"}
+    heads = {"q": tiny.HEADS, "k": tiny.KV_HEADS}
+    stored = {
+        f"blk.{i}.{names[x]}.bias": tiny.permute(b[:, None], heads[x])[:, 0] if x in heads else b
+        for i in range(tiny.LAYERS)
+        for x, b in ((x, biases[f"model.layers.{i}.self_attn.{x}_proj.bias"]) for x in widths)
+    }
+    folder = tiny.write_tiny(tmp_path / "b", config={"attention_bias": True}, weights=changed(biases))
+    models = [
+        pf.load(folder, strict=True),
+        pf.load(tiny.write_tiny_gguf(tmp_path / "b.gguf", weights=changed(stored)), strict=True),
+        pf.load(tiny.write_tiny(tmp_path / "plain")),
+    ]
+    attention = models[0].params.layers[1].attention
+    for x in widths:
+        loaded = getattr(attention, f"{x}_bias")
+        np.testing.assert_array_equal(loaded, biases[f"model.layers.1.self_attn.{x}_proj.bias"])
+    ours, theirs, plain = (np.asarray(m.forward(m.init_state(), [5, 6, 7])[1]) for m in models)
+    bound = 2.0**-8 * np.abs(ours).max()
+    np.testing.assert_allclose(theirs, ours, rtol=0, atol=bound)
+    assert np.abs(plain - ours).max() > 20 * bound
+
+
+def test_file__sizes_of_heads_are_read(tmp_path: Path) -> None:
+    keys = {"head_count_kv": [2, 2], "key_length": 8, "value_length": 8}
+    rows = {
+        f"model.layers.{i}.self_attn.{x}_proj.weight": w[:, : w.shape[1] // 2] if x == "o" else w[: len(w) // 2]
+        for i in range(tiny.LAYERS)
+        for x in "qkvo"
+        for w in [tiny.tensors()[f"model.layers.{i}.self_attn.{x}_proj.weight"]]
+    }
+    given = {f"llama.attention.{key}": x for key, x in keys.items()} | {"llama.rope.dimension_count": 4}
+    path = tiny.write_tiny_gguf(tmp_path / "m.gguf", keys=given, weights=changed(rows))
+    attention = pf.load(path).config.attention
+    assert (attention.query_heads, attention.key_value_heads, attention.head_dim) == (4, 2, 8)
+    assert attention.rotary_dim == 4
+
+
+# FACTS G.4: byte i of the block is 37 i + 11, then d is 0.5 and dmin 0.25 (MXFP4: byte 0 is 128).
+EXPANDED: dict[str, tuple[tuple[int, ...], dict[int, float], float]] = {
+    "Q2_K": ((80, 82), {0: 16.5, 1: 0.0, 16: -0.75, 33: -1.25, 127: 21.0, 255: 2.25}, 1029.5),
+    "Q3_K": ((108,), {0: 40.5, 1: -54.0, 16: -48.0, 33: 22.0, 127: 36.0, 255: 21.0}, 479),
+    "IQ4_NL": ((0,), {0: -17.5, 1: 12.5, 16: -17.5, 31: 0.5}, -128.5),
+    "IQ4_XS": ((0,), {0: 32.5, 1: -0.5, 16: 32.5, 33: -3.5, 127: 98.0, 255: -8.0}, -5502.5),
+    "MXFP4": ((), {0: 0.0, 1: 6.0, 16: 3.0, 31: 6.0}, 25),
+}
+
+
+@pytest.mark.parametrize("format", EXPANDED)
+def test_expansion__has_the_values_of_the_blocks(format: str, caplog: pytest.LogCaptureFixture) -> None:
+    scales_at, points, total = EXPANDED[format]
+    elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[format]]
+    block = ((37 * np.arange(size) + 11) & 255).astype(np.uint8)
+    for at, scale in zip(scales_at, (0.5, 0.25), strict=False):
+        block[at : at + 2] = np.float16([scale]).view(np.uint8)
+    if format == "MXFP4":
+        block[0] = 128
+    path = Path("m.gguf")
+    stored = StoredTensor("w", format, (1, elements), block, path, 0)
+    loader = loading.TensorLoader(path, {"w": stored}, {}, pf.default_device())
+    weight = np.asarray(loader.matrix("w", (1, elements)))
+    assert weight.dtype == np.float16
+    assert {at: float(weight[0, at]) for at in points} == points
+    assert float(weight.sum(dtype=np.float64)) == total
+    loader.finish(strict=True)
+    assert f"no kernel multiplies 1 {format} tensors as stored: expanded to float16" in caplog.text
