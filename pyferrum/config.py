@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from pyferrum import _native_attention
+from pyferrum import _native, _native_attention
 from pyferrum.device import Device
 from pyferrum.errors import InvalidArgument
 from pyferrum.rope import Scaling, attention_factor, inverse_frequencies
+
+_MAX_HEAD_DIM = _native.constant("FERRUM_MAX_HEAD_DIM")
 
 
 @dataclass(frozen=True)
@@ -111,4 +113,7 @@ class AttentionConfig:
             "softcap": self.softcap or 0.0,
             "rope_attention_factor": self.rope_attention_factor,
         }
-        return _native_attention.attention_new(device.handle, config, np.ascontiguousarray(self.inverse_frequencies()))
+        # The device checks sizes before it reads a frequency: of sizes it will refuse, none are made.
+        taken = self.rotary_dim <= self.head_dim <= _MAX_HEAD_DIM
+        frequencies = self.inverse_frequencies() if taken else np.empty(0)
+        return _native_attention.attention_new(device.handle, config, np.ascontiguousarray(frequencies))

@@ -99,8 +99,16 @@ def parsed(config: Mapping[str, Any], target: pf.Model | None = None) -> dflash.
     return dflash_files.hf_config(files, target.config.vocabulary if target else 248320)
 
 
-def write_draft_gguf(path: Path, config: dflash.DFlashConfig, weights: Mapping[str, np.ndarray], **change: Any) -> Path:
-    """The same model as a GGUF file."""
+def write_draft_gguf(
+    path: Path,
+    config: dflash.DFlashConfig,
+    weights: Mapping[str, np.ndarray],
+    *,
+    target_layers: Sequence[int] | None = None,
+    mask_key: str = "tokenizer.ggml.mask_token_id",
+    keys: Mapping[str, Any] | None = None,
+) -> Path:
+    """The same model as a GGUF file; `keys` change or add metadata of `dflash`."""
     writer = gguf.GGUFWriter(path, "dflash")
     window = next((w for w in config.windows if w), 0)
     numbers = {
@@ -117,16 +125,23 @@ def write_draft_gguf(path: Path, config: dflash.DFlashConfig, weights: Mapping[s
         "selector_rank": config.selector_rank,
         "selector_top_k": config.selector_top_k,
     }
-    for key, value in numbers.items():
-        writer.add_uint32(f"dflash.{key}", value)
-    writer.add_float32("dflash.attention.layer_norm_rms_epsilon", config.epsilon)
-    writer.add_float32("dflash.rope.freq_base", config.rope_theta)
-    writer.add_bool("dflash.attention.causal", config.causal[0])
-    writer.add_array("dflash.attention.sliding_window_pattern", [w is not None for w in config.windows])
-    writer.add_array("dflash.target_layers", change.get("target_layers", [i + 1 for i in config.target_layers]))
-    writer.add_uint32("tokenizer.ggml.mask_token_id", config.mask_token)
+    others = {
+        "attention.layer_norm_rms_epsilon": config.epsilon,
+        "rope.freq_base": config.rope_theta,
+        "attention.causal": config.causal[0],
+        "attention.sliding_window_pattern": [w is not None for w in config.windows],
+        "target_layers": [i + 1 for i in config.target_layers] if target_layers is None else target_layers,
+    }
+    add = {
+        bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32,
+        str: writer.add_string, list: writer.add_array,
+    }  # fmt: skip
+    for key, value in (numbers | others | dict(keys or {})).items():
+        add[type(value)](f"dflash.{key}", value)
+    writer.add_uint32(mask_key, config.mask_token)
     for name, weight in weights.items():
-        writer.add_tensor(dflash_files.gguf_name(name), weight.astype(np.float32))
+        stored = name if name == "rope_freqs.weight" else dflash_files.gguf_name(name)
+        writer.add_tensor(stored, weight.astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -30,6 +30,28 @@ def test_attention_over_a_ring__is_windowed_attention_at_absolute_positions(seed
         assert all(p == n % geometry.window for p, n in zip(ring.write_positions, ring.lengths, strict=True))
 
 
+@pytest.mark.parametrize("junk", [np.nan, np.inf, -np.inf])
+def test_attention__masked_columns_are_no_part_of_a_row(junk: float) -> None:
+    """Row 0 sees all but the last column, row 1 the first two, row 2 none; what the others hold is not looked at."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, heads, n, 8)) for heads, n in ((4, 3), (2, 5), (2, 5)))
+    mask = np.zeros((1, 4, 3, 5))
+    mask[:, :, 0, 4:] = mask[:, :, 1, 2:] = mask[:, :, 2] = -np.inf
+    clean = reference.dflash2_attention(q, k, v, mask, rounding=False).reshape(3, 4, 8)
+    scores = np.einsum("hrd,hcd->hrc", q[0], np.repeat(k[0], 2, axis=0)) / np.sqrt(8)
+    for row, columns in ((0, 4), (1, 2)):
+        weights = np.exp(scores[:, row, :columns])
+        weights /= weights.sum(axis=1, keepdims=True)
+        expected = np.einsum("hc,hcd->hd", weights, np.repeat(v[0, :, :columns], 2, axis=0))
+        np.testing.assert_allclose(clean[row], expected, rtol=1e-12)
+    np.testing.assert_array_equal(clean[2], 0)
+    k[:, :, 4], v[:, :, 4], k[:, :, 2:4, 0], v[:, :, 2:4, 0] = junk, junk, junk, junk
+    dirty = reference.dflash2_attention(q, k, v, mask, rounding=False).reshape(3, 4, 8)
+    np.testing.assert_array_equal(dirty[1:], clean[1:])
+    k[:, :, 2:4, 0], v[:, :, 2:4, 0] = 0, 0
+    assert np.isfinite(reference.dflash2_attention(q, k, v, mask)).all()
+
+
 def test_rounding__vectors() -> None:
     given = np.array([bits for bits, _ in ROUNDING], np.uint32).view(np.float32)
     np.testing.assert_array_equal(to_bfloat16(given).view(np.uint16), [bits for _, bits in ROUNDING])

@@ -1,4 +1,4 @@
-"""Draft models: what their files say, and their forward pass against the reference."""
+"""Draft models: what their files hold, and their forward pass against the reference."""
 
 from __future__ import annotations
 
@@ -84,10 +84,10 @@ def test_load__is_strict(target: pf.Model, tmp_path: Path) -> None:
     config = settings(tiny.HIDDEN, second=True)
     weights = random_tensors(parsed(config, target))
     lacking = {name: w for name, w in weights.items() if name != "layers.1.mlp_conv.base_kernel"}
-    with pytest.raises(pf.CheckpointError, match=r"'layers.1.mlp_conv.base_kernel' is missing"):
+    with pytest.raises(pf.CheckpointError, match=r"/a: tensor 'layers.1.mlp_conv.base_kernel' is missing"):
         pf.load_draft(write_draft(tmp_path / "a", target, config=config, weights=lacking), target)
     more = weights | {"enc.aux_norm.weight": weights["norm.weight"]}
-    with pytest.raises(pf.CheckpointError, match=r"not used: enc.aux_norm.weight"):
+    with pytest.raises(pf.CheckpointError, match=r"/b: 1 tensors of the file are not used: 'enc.aux_norm.weight'"):
         pf.load_draft(write_draft(tmp_path / "b", target, config=config, weights=more), target)
     first = config | {"architectures": ["DFlashDraftModel"]}
     with pytest.raises(pf.CheckpointError, match=r"11 tensors of the file are not used"):
@@ -101,13 +101,22 @@ def test_load__is_strict(target: pf.Model, tmp_path: Path) -> None:
         ({"selector_top_k": 0}, "selector_top_k: expected 1…64, got 0"),
         ({"selector_top_k": 65}, "selector_top_k: expected 1…64, got 65"),
         ({"conv_kernel_size": 9}, "conv_kernel_size: expected 0…8, got 9"),
-        ({"windows": (24, 2)}, "sliding_window: expected at least 3, got 2"),
     )):  # fmt: skip
         made = settings(tiny.HIDDEN, second=True, **options)
-        if "windows" in options:
-            made["sliding_window"] = 2
         with pytest.raises(pf.CheckpointError, match=message):
             pf.load_draft(write_draft(tmp_path / f"limits{i}", target, config=made), target)
+    quantised = config | {"quantization_config": {"quant_method": "fp8"}}
+    with pytest.raises(pf.UnsupportedError, match="quantization_config: quant_method 'fp8' is not built"):
+        pf.load_draft(write_draft(tmp_path / "q", target, config=quantised, weights=weights), target)
+    scaled = weights | {"layers.0.mlp.up_proj.weight_scale": np.ones(1, np.float32)}
+    with pytest.raises(pf.UnsupportedError, match=r"parts of weights .*'layers\.0\.mlp\.up_proj\.weight_scale'"):
+        pf.load_draft(write_draft(tmp_path / "s", target, config=config, weights=scaled), target)
+    bytes_ = weights | {"fc.weight": weights["fc.weight"].astype(np.int8)}
+    with pytest.raises(pf.UnsupportedError, match=r"'fc\.weight': weights of dtype I8"):
+        pf.load_draft(write_draft(tmp_path / "i", target, config=config, weights=bytes_), target)
+    for layers, message in ((10**9, "expected 1…1024 layers"), (0, "expected 1…1024 layers, got 0")):
+        with pytest.raises(pf.CheckpointError, match=f"num_hidden_layers: {message}"):
+            parsed(config | {"num_hidden_layers": layers})
     wide = settings(128, second=False)
     with pytest.raises(pf.CheckpointError, match="hidden_size: expected 64, the target's, got 128"):
         pf.load_draft(write_draft(tmp_path / "e", target, config=wide), target)
@@ -189,6 +198,29 @@ def test_forward__agrees_with_the_reference(
         expected = dflash.forward(params, config, theirs, x, rows, ops=reference)
         np.testing.assert_allclose(hidden, expected, atol=1.5e-2 * np.abs(expected).max())
         assert np.abs(hidden - expected).mean() < 2e-3 * np.abs(expected).mean()
+
+
+def test_forward__scales_of_embeddings_and_logits_are_applied(target: pf.Model, tmp_path: Path) -> None:
+    """FACTS D.3, D.8: `input_embedding_scale`, `output_multiplier`, and then `final_logit_softcapping`."""
+    plain = load(tmp_path / "plain", target, second=True)
+    logits = {"output_multiplier": 0.5, "final_logit_softcapping": 3.0}
+    model = load(tmp_path / "scaled", target, second=True, input_embedding_scale=2.0, **logits)
+    state = model.extend(model.init_state(1), [[0] * 9], [features(9)])
+    ids = [5, *[model.config.mask_token] * 4]
+    x = 2 * np.asarray(pf.embed(ids, target.params.embedding))
+    x[1:] = x[1:].astype(pf.bfloat16)  # the mask's row is kept so
+    hidden = np.asarray(dflash.forward(plain.params, plain.config, state, x, 5))[1:]
+    ours, scores = model.scores(state, [5], 5)
+    np.testing.assert_array_equal(ours, hidden)
+    assert np.abs(hidden - plain.scores(state, [5], 5)[0]).max() > 0.01
+    scaled = 0.5 * np.asarray(pf.linear(hidden, target.params.output, dtype=np.float32))
+    np.testing.assert_allclose(scores, 3 * np.tanh(scaled / 3), rtol=1e-5, atol=1e-6)
+    half = load(tmp_path / "half", target, second=True, input_embedding_scale=2.0, output_multiplier=0.5)
+    np.testing.assert_array_equal(half.scores(state, [5], 5)[1], scaled)
+    config, weights = parsed(settings(tiny.HIDDEN, second=True), target), random_tensors(plain.config)
+    keys = {"logit_scale": 0.5, "final_logit_softcapping": 3.0}
+    file = pf.load_draft(write_draft_gguf(tmp_path / "d.gguf", config, weights, keys=keys), target)
+    assert (file.config.logit_scale, file.config.softcap) == (0.5, 3.0)
 
 
 def test_forward__causal_layers_see_no_later_row(target: pf.Model, tmp_path: Path) -> None:

@@ -221,6 +221,7 @@ BAD_FILES: dict[str, tuple[bytes, str]] = {
         file_of([key("general.architecture", STRING, text("x")), key("x.block_count", U32, b"\xff" * 4)]),
         "x.block_count is 4,294,967,295",
     ),
+    "tokens": (file_of([key("tokenizer.ggml.tokens", U32, bytes(4))]), "'tokenizer.ggml.tokens'.*has a int"),
     "token types": (
         file_of(
             [

@@ -84,6 +84,10 @@ def test_argmax_and_top_k__order_ties_and_nan(width: int) -> None:
     x[1, width // 2] = np.nan
     assert np.asarray(pf.argmax(x))[1] == width // 2
     assert np.asarray(pf.top_k(x, 1)[1])[1, 0] == width // 2
+    x[2, ::3], x[2, 1::3] = np.nan, np.inf
+    for ours, theirs in zip(pf.top_k(x, k), reference.top_k(x, k), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    np.testing.assert_array_equal(pf.argmax(x), reference.argmax(x))
 
 
 def test_exp__is_within_two_units() -> None:

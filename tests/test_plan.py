@@ -7,6 +7,7 @@ import hashlib
 import json
 import pickle
 import struct
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -196,6 +197,16 @@ def test_config__every_rule_is_a_named_error(change: dict[str, object], message:
     fields = {name: getattr(QWEN, name) for name in QWEN.__dataclass_fields__} | change
     with pytest.raises(pf.InvalidArgument, match=message):
         pf.init_state(pf.AttentionConfig(**fields))
+
+
+def test_config__sizes_are_checked_before_anything_of_them_is_made() -> None:
+    """A head of half a billion dims is refused without a table of its frequencies."""
+    for change in ({"head_dim": 2**29}, {"head_dim": 2**31, "rope_dim": 2**31}, {"head_dim": 64, "rope_dim": 2**30}):
+        tracemalloc.start()
+        with pytest.raises(pf.InvalidArgument, match=r"head_dim: expected 1…256|rope_dim: expected an even number"):
+            pf.init_state(pf.AttentionConfig(32, 2, 1, **change))
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        tracemalloc.stop()
 
 
 def test_plan__refuses_what_the_call_refuses() -> None:

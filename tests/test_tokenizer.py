@@ -171,6 +171,9 @@ def test_template__errors_say_whose_fault(make: Make) -> None:
         make(template="{{ messages[0]['content'] + 'x' }}").apply_chat_template([{"role": "user"}])
     with pytest.raises(InvalidArgument, match="unsafe"):
         make(template="{{ ''.__class__.__mro__ }}").apply_chat_template([])
+    for failing in ("{{ 1 / 0 }}", "{% for i in range(10**9) %}{% endfor %}"):
+        with pytest.raises(InvalidArgument, match=r"messages: refused by the template of .*t\.gguf"):
+            make(template=failing).apply_chat_template([])
     with pytest.raises(CheckpointError, match=r"t\.gguf.*not valid Jinja"):
         make(template="{% for %}").apply_chat_template([])
     with pytest.raises(CheckpointError, match=r"t\.gguf: no chat template"):
@@ -228,6 +231,15 @@ def test_files__settings_come_from_all_three(tmp_path: Path) -> None:
     assert tokenizer.encode_chat([{"role": "user", "content": "a"}]).count(1) == 1
     (tmp_path / "chat_template.jinja").write_text("own file")
     assert Tokenizer.from_files(folder).apply_chat_template([]) == "own file"
+
+
+def test_files__every_end_that_a_file_names_is_one(tmp_path: Path) -> None:
+    """FACTS H.1 (17): config.json's list too. A BOS that only config.json names is none of the tokenizer's."""
+    both = {2, 3}
+    for config, ends in (({"eos_token_id": [2, 3], "bos_token_id": 1}, both), ({"eos_token_id": 3}, both), ({}, {2})):
+        folder = write_files(tmp_path, sentencepiece_like(), tokenizer_config={"eos_token": "</s>"}, config=config)
+        tokenizer = Tokenizer.from_files(folder)
+        assert (tokenizer.eos_token_ids, tokenizer.eos_token_id, tokenizer.bos_token_id) == (ends, 2, None)
 
 
 def test_files__config_overrides_and_may_be_missing(tmp_path: Path) -> None:

@@ -135,30 +135,34 @@ def write_tiny_gguf(
     path: Path,
     *,
     weights: Mapping[str, np.ndarray] | None = None,
-    keys: Mapping[str, str | int | float] | None = None,
+    keys: Mapping[str, str | int | float | list[Any]] | None = None,
     permuted: bool = True,
 ) -> Path:
     """The same weights as a GGUF file of architecture `llama`, q and k rows permuted as converted; no tokenizer.
 
-    `keys` are metadata to add.
+    `keys` change or add metadata.
     """
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(LAYERS)
-    writer.add_context_length(CONFIG["max_position_embeddings"])
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(INTERMEDIATE)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(CONFIG["rms_norm_eps"])
-    writer.add_rope_freq_base(CONFIG["rope_theta"])
-    for key, value in (keys or {}).items():
-        {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)](key, value)
+    given = {
+        "llama.block_count": LAYERS,
+        "llama.context_length": CONFIG["max_position_embeddings"],
+        "llama.embedding_length": HIDDEN,
+        "llama.feed_forward_length": INTERMEDIATE,
+        "llama.attention.head_count": HEADS,
+        "llama.attention.head_count_kv": KV_HEADS,
+        "llama.attention.layer_norm_rms_epsilon": CONFIG["rms_norm_eps"],
+        "llama.rope.freq_base": CONFIG["rope_theta"],
+    }
+    add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+    for key, value in (given | dict(keys or {})).items():
+        add[type(value)](key, value)
     for name, weight in (weights or tensors()).items():
         stem = name.removesuffix(".weight")
         head, _, part = stem.removeprefix("model.layers.").partition(".")
         target = f"blk.{head}.{_GGUF_NAMES[part]}" if part in _GGUF_NAMES else _GGUF_NAMES.get(stem, stem)
         heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(target.rpartition(".")[2])
-        writer.add_tensor(f"{target}.weight", permute(weight, heads) if heads and permuted else weight)
+        stored = f"{target}.weight" if name.endswith(".weight") else target
+        writer.add_tensor(stored, permute(weight, heads) if heads and permuted else weight)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -26,7 +26,7 @@ from typing import Any, TypeVar, overload
 
 import numpy as np
 
-from pyferrum.checkpoint.metadata import REQUIRED, StringArray, typed_value
+from pyferrum.checkpoint.metadata import REQUIRED, StringArray, strings_value, typed_value
 from pyferrum.checkpoint.stored import Bytes, StoredTensor, check_shape, map_file
 from pyferrum.errors import CheckpointError
 from pyferrum.formats import FORMATS
@@ -298,9 +298,9 @@ def _check_model(model: GGUFFile) -> None:
     blocks = model.get(block_key, int, 0)
     if not 0 <= blocks <= _MAX_BLOCKS:
         raise CheckpointError(f"{model.path}: {block_key} is {blocks:,}; expected {_MAX_BLOCKS} at most")
-    tokens = model.metadata.get("tokenizer.ggml.tokens")
-    if tokens is None:
+    if "tokenizer.ggml.tokens" not in model.metadata:
         return
+    tokens = strings_value(model.metadata, model.path, "tokenizer.ggml.tokens")
     for key in ("tokenizer.ggml.token_type", "tokenizer.ggml.scores"):
         entries = model.metadata.get(key, tokens)
         if not isinstance(entries, Sequence | np.ndarray) or len(entries) != len(tokens):

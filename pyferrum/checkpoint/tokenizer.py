@@ -124,8 +124,9 @@ class Tokenizer:
     def from_files(cls, folder: str | Path) -> Tokenizer:
         """Build from `tokenizer.json` and the settings in `tokenizer_config.json`, `generation_config.json`.
 
-        Both settings files may be missing. A `chat_template.jinja` comes before the template in the config.
-        Raises CheckpointError if `tokenizer.json` is missing or damaged, or names a token it does not have.
+        Both settings files may be missing. The model's `config.json` may name further tokens that end an answer. A
+        `chat_template.jinja` comes before the template in the config. Raises CheckpointError if `tokenizer.json` is
+        missing or damaged, or if a file names a token that is not in it.
         """
         import tokenizers
 
@@ -140,24 +141,24 @@ class Tokenizer:
         # A file saved during training may cut or pad every text.
         backend.no_truncation()
         backend.no_padding()
-        config, generation = (
+        config, generation, model = (
             read_json(folder / name) if (folder / name).is_file() else {}
-            for name in ("tokenizer_config.json", "generation_config.json")
+            for name in ("tokenizer_config.json", "generation_config.json", "config.json")
         )
 
-        def settings_of(role: str) -> tuple[list[int], str | None]:
-            """The ids both files give for a role, and the token's text."""
-            declared = generation.get(f"{role}_token_id")
-            ids = declared if isinstance(declared, list) else [] if declared is None else [declared]
+        def settings_of(role: str, *files: Mapping[str, Any]) -> tuple[list[int], str | None]:
+            """The ids that all files give for a role, and the token's text."""
+            given = (file.get(f"{role}_token_id") for file in files)
+            ids = [x for ids in given if ids is not None for x in (ids if isinstance(ids, list) else [ids])]
             text = config.get(f"{role}_token")
             text = text.get("content") if isinstance(text, dict) else text
             if text is not None:
                 ids = [backend.token_to_id(text) if isinstance(text, str) else text, *ids]
             if not all(type(i) is int and backend.id_to_token(i) is not None for i in ids):
-                raise CheckpointError(f"{folder}: {role} token {text!r}, {declared!r}: not in {path.name}")
+                raise CheckpointError(f"{folder}: {role} token {text!r}, of ids {ids}: not in {path.name}")
             return ids, text if text is not None or not ids else backend.id_to_token(ids[0])
 
-        (bos_ids, bos_text), (eos_ids, eos_text) = settings_of("bos"), settings_of("eos")
+        (bos_ids, bos_text), (eos_ids, eos_text) = settings_of("bos", generation), settings_of("eos", generation, model)
         bos = bos_ids[0] if bos_ids else None
         add_bos = config.get("add_bos_token")
         if add_bos is None:
@@ -223,15 +224,14 @@ class Tokenizer:
         """The conversation as the model's template writes it; `variables` such as `tools` are passed to it.
 
         Raises CheckpointError if the model has no usable template, InvalidArgument if the template refuses
-        the messages.
+        the messages or fails over them.
         """
-        import jinja2
-
         known = {"tools": None, "documents": None, **self._special_tokens}
         given = {"messages": messages, "add_generation_prompt": add_generation_prompt, **variables}
+        template = self._template
         try:
-            return self._template.render(known | given)
-        except (jinja2.TemplateError, TypeError) as error:
+            return template.render(known | given)
+        except Exception as error:  # a template is a program, and raises what it likes
             raise InvalidArgument(f"messages: refused by the template of {self._path}: {error}") from error
 
     def encode_chat(

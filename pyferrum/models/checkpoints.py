@@ -14,7 +14,7 @@ from pyferrum.device import Device, default_device
 from pyferrum.errors import CheckpointError, InvalidArgument, UnsupportedError
 from pyferrum.formats import hidden_format
 from pyferrum.models import llama_files
-from pyferrum.models.loading import TensorLoader
+from pyferrum.models.loading import TensorLoader, check_unquantised
 from pyferrum.models.model import Model
 
 
@@ -60,7 +60,7 @@ def _load_gguf(path: Path, dtype: DTypeLike, device: Device, strict: bool) -> Mo
         raise UnsupportedError(f"{path}: architecture {architecture!r} is not built; known: llama")
     config = llama_files.gguf_config(file)
     config.attention.native(device)
-    loader = TensorLoader(file.tensors, file.files, device)
+    loader = TensorLoader(path, file.tensors, file.files, device)
     params = llama_files.gguf_params(file, config, loader)
     loader.finish(strict)
     tokenizer = None
@@ -76,9 +76,10 @@ def _load_safetensors(path: Path, dtype: DTypeLike, device: Device, strict: bool
     if architectures != ["LlamaForCausalLM"]:
         named = f"{architectures} is not built" if architectures else "is not named in config.json"
         raise UnsupportedError(f"{path}: architecture {named}; known: LlamaForCausalLM")
+    check_unquantised(files)
     config = llama_files.hf_config(files)
     config.attention.native(device)
-    loader = TensorLoader(files.tensors, files.files, device)
+    loader = TensorLoader(path, files.tensors, files.files, device)
     params = llama_files.hf_params(config, loader)
     loader.finish(strict)
     folder = path if path.is_dir() else path.parent

@@ -13,8 +13,8 @@ from typing import Any
 from pyferrum.checkpoint import GGUFFile, SafetensorsFiles
 from pyferrum.errors import CheckpointError, UnsupportedError
 from pyferrum.models.dflash import Conv, DFlashConfig, DraftLayer, DraftParams
-from pyferrum.models.llama_files import _hf_rope
-from pyferrum.models.loading import TensorLoader
+from pyferrum.models.loading import TensorLoader, check_layers
+from pyferrum.models.rope_files import gguf_scaling, hf_rope
 
 _CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 
@@ -80,6 +80,7 @@ def tensor_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
 def load_params(config: DFlashConfig, load: TensorLoader, stored_name: Callable[[str], str]) -> DraftParams:
     """The weights, and nothing left over; `stored_name` gives a safetensors name as the file has it."""
     shapes = tensor_shapes(config)
+    load.require(map(stored_name, shapes))
 
     def get(name: str) -> Any:
         shape, stored = shapes[name], stored_name(name)
@@ -153,28 +154,36 @@ def hf_config(files: SafetensorsFiles, target_vocabulary: int) -> DFlashConfig:
         raise UnsupportedError(
             f"{source}: architecture {architecture!r} is not built; known: DFlashDraftModel, DFlash2DraftModel"
         )
-    neutral = {"attention_sink_bias": False, "attention_bias": False, "hidden_act": "silu", "is_neox_style": True}
+    neutral = {
+        "attention_sink_bias": False, "attention_bias": False, "sample_from_anchor": False,
+        "hidden_act": "silu", "is_neox_style": True,
+    }  # fmt: skip
     for key, value in (neutral | {"draft_vocab_size": target_vocabulary, "projector_type": None}).items():
         if nested.get(key, top.get(key)) not in (None, value):
             raise UnsupportedError(f"{source}: {key}={nested.get(key, top.get(key))!r} is not built")
     layers = get("num_hidden_layers", int)
-    window = get("swa_window_size", int, None) if nested.get("use_swa") else get("sliding_window", int, None)
-    kinds = get("layer_types", list, ["sliding_attention" if nested.get("use_swa") else "full_attention"] * layers)
-    if len(kinds) != layers or set(kinds) - {"sliding_attention", "full_attention"}:
+    check_layers(source, "num_hidden_layers", layers, files.tensors)
+    slide = get("use_swa", bool, False)
+    window_key = "swa_window_size" if slide else "sliding_window"
+    window = get(window_key, int, None)
+    kinds = get("layer_types", list, ["sliding_attention" if slide else "full_attention"] * layers)
+    if len(kinds) != layers or any(kind not in ("sliding_attention", "full_attention") for kind in kinds):
         raise CheckpointError(
             f"{source}: layer_types: expected {layers} of sliding_attention, full_attention, got {kinds}"
         )
     sliding = [kind == "sliding_attention" for kind in kinds]
     if any(sliding) and window is None:
-        raise CheckpointError(f"{source}: sliding_window: missing, and {sum(sliding)} layers slide")
-    causal = top.get("is_causal")
-    causal = nested.get("is_causal", nested.get("causal")) if causal is None else causal
+        raise CheckpointError(f"{source}: {window_key}: missing, and {sum(sliding)} layers slide")
+    said = (("is_causal", top), ("is_causal", nested), ("causal", nested))
+    key, causal = next(((key, place[key]) for key, place in said if place.get(key) is not None), ("is_causal", None))
+    if not isinstance(causal, bool | None):
+        raise CheckpointError(f"{source}: {key}: expected true or false, got {causal!r}")
     targets = tuple(get("target_layer_ids", list))
     if not all(type(layer) is int for layer in targets):
         raise CheckpointError(f"{source}: target_layer_ids: expected integers, got {list(targets)}")
     if count := get("num_target_layers", int, 0):
         check_targets(source, targets, count)
-    theta, scaling = _hf_rope(top, source)
+    theta, scaling = hf_rope(top, source)
     hidden = get("hidden_size", int)
     second = architecture == "DFlash2DraftModel"
     config = DFlashConfig(
@@ -186,7 +195,7 @@ def hf_config(files: SafetensorsFiles, target_vocabulary: int) -> DFlashConfig:
         key_value_heads=get("num_key_value_heads", int),
         head_dim=get("head_dim", int),
         windows=tuple(window if slides else None for slides in sliding),
-        causal=tuple(slides if causal is None else bool(causal) for slides in sliding),
+        causal=tuple(slides if causal is None else causal for slides in sliding),
         block_size=get("block_size", int),
         target_layers=targets,
         mask_token=get("mask_token_id", int),
@@ -232,8 +241,14 @@ def gguf_config(file: GGUFFile, target_vocabulary: int, target_hidden: int) -> D
         return file.get(f"dflash.{key}", kind, *default)
 
     source, layers = str(file.path), get("block_count", int)
-    if get("attention.value_length", int, get("attention.key_length", int)) != get("attention.key_length", int):
+    check_layers(source, "dflash.block_count", layers, file.tensors)
+    head_dim = get("attention.key_length", int)
+    if get("attention.value_length", int, head_dim) != head_dim:
         raise UnsupportedError(f"{source}: values of another width than keys are not built")
+    if get("rope.dimension_count", int, head_dim) != head_dim:
+        raise UnsupportedError(f"{source}: dflash.rope.dimension_count: heads rotated in part are not built")
+    if get("sample_from_anchor", bool, False):
+        raise UnsupportedError(f"{source}: dflash.sample_from_anchor is not built")
     window = get("attention.sliding_window", int, 0)
     pattern = get("attention.sliding_window_pattern", list[bool], [bool(window)] * layers)
     if len(pattern) != layers or (any(pattern) and not window):
@@ -242,9 +257,10 @@ def gguf_config(file: GGUFFile, target_vocabulary: int, target_hidden: int) -> D
         )
     causal = get("attention.causal", bool, None)
     targets = tuple(get("target_layers", list[int]))
-    if 0 not in targets:  # a 0 can only come from early conversions, which wrote layers counted from 0
+    # Early conversions wrote layers counted from 0, and the mask token among the keys of the architecture.
+    early = "dflash.mask_token_id" in file.metadata
+    if 0 not in targets and not early:
         targets = tuple(layer - 1 for layer in targets)
-    mask = file.get("tokenizer.ggml.mask_token_id", int, None)
     second = "selector_hidden.weight" in file.tensors
     config = DFlashConfig(
         architecture="dflash",
@@ -253,14 +269,15 @@ def gguf_config(file: GGUFFile, target_vocabulary: int, target_hidden: int) -> D
         intermediate_size=get("feed_forward_length", int),
         query_heads=get("attention.head_count", int),
         key_value_heads=get("attention.head_count_kv", int),
-        head_dim=get("attention.key_length", int),
+        head_dim=head_dim,
         windows=tuple(window if slides else None for slides in pattern),
         causal=tuple(slides if causal is None else causal for slides in pattern),
         block_size=get("block_size", int),
         target_layers=targets,
-        mask_token=get("mask_token_id", int) if mask is None else mask,
+        mask_token=get("mask_token_id", int) if early else file.get("tokenizer.ggml.mask_token_id", int),
         epsilon=get("attention.layer_norm_rms_epsilon", float),
         rope_theta=get("rope.freq_base", float, 10000.0),
+        rope_scaling=gguf_scaling(file, "dflash"),
         logit_scale=get("logit_scale", float, 1.0),
         softcap=get("final_logit_softcapping", float, 0.0),
     )

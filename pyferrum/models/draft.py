@@ -16,7 +16,7 @@ from pyferrum import dflash2, ops
 from pyferrum.checkpoint import open_gguf, open_safetensors
 from pyferrum.errors import CheckpointError, InvalidArgument, UnsupportedError
 from pyferrum.models import dflash, dflash_files
-from pyferrum.models.loading import TensorLoader
+from pyferrum.models.loading import TensorLoader, check_unquantised
 from pyferrum.models.model import Model
 from pyferrum.sampling import Sampling
 
@@ -135,32 +135,57 @@ def make_draft(config: dflash.DFlashConfig, params: dflash.DraftParams, target: 
     """A draft model from parts, checked against its target.
 
     Raises:
-        CheckpointError: taps that the target does not have, or a width that does not fit.
+        CheckpointError: a setting that no draft model of this target can have.
     """
-    source = config.architecture
-    dflash_files.check_targets(source, config.target_layers, target.config.layers)
-    hidden, vocabulary = target.config.hidden_size, target.config.vocabulary
-    for name, value, wanted in (
-        ("hidden_size", config.hidden_size, hidden),
-        ("target_hidden_size", config.target_hidden_size, hidden),
-        ("selector_vocab_size", config.selector_vocabulary or vocabulary, vocabulary),
-    ):
-        if value != wanted:
-            raise CheckpointError(f"{source}: {name}: expected {wanted}, the target's, got {value}")
-    if not 0 <= config.mask_token < vocabulary:
-        raise CheckpointError(f"{source}: mask_token_id: expected 0…{vocabulary - 1}, got {config.mask_token}")
-    most = min(dflash2.MAX_CANDIDATES, vocabulary)
-    for name, value, least, limit in (
-        ("block_size", config.block_size, 2, None),
-        ("sliding_window", min((w for w in config.windows if w is not None), default=3), 3, None),
-        ("conv_kernel_size", config.conv_taps, 0, dflash2.MAX_TAPS),
-        ("selector_top_k", config.selector_top_k if config.is_second else 1, 1, most),
-    ):
-        if value < least or (limit is not None and value > limit):
-            span = f"at least {least}" if limit is None else f"{least}…{limit}"
-            raise CheckpointError(f"{source}: {name}: expected {span}, got {value}")
+    _check(config.architecture, config, target)
+    return _made(config, params, target)
+
+
+def _made(config: dflash.DFlashConfig, params: dflash.DraftParams, target: Model) -> DraftModel:
     logger.info("draft model %s", config)
     return DraftModel(config, params, target, dflash.mask_embedding(config, target.params.embedding))
+
+
+def _check(source: str, config: dflash.DFlashConfig, target: Model) -> None:
+    """Raise CheckpointError unless a draft model of this target can be so."""
+    c, hidden, vocabulary = config, target.config.hidden_size, target.config.vocabulary
+    dflash_files.check_targets(source, c.target_layers, target.config.layers)
+    rows, largest = min(c.block_size, dflash2.MAX_ROWS), float(np.finfo(np.float32).max)
+    window = min((w for w in c.windows if w is not None), default=rows + 1)
+    grouped = c.key_value_heads >= 1 and c.query_heads >= 1 and c.query_heads % c.key_value_heads == 0
+    rules: list[tuple[str, Any, bool, str]] = [
+        ("num_hidden_layers", c.layers, c.layers >= 1, "at least 1"),
+        ("hidden_size", c.hidden_size, c.hidden_size == hidden, f"{hidden}, the target's"),
+        ("target_hidden_size", c.target_hidden_size, c.target_hidden_size == hidden, f"{hidden}, the target's"),
+        ("intermediate_size", c.intermediate_size, c.intermediate_size >= 1, "at least 1"),
+        ("num_attention_heads", c.query_heads, grouped, f"a multiple of num_key_value_heads={c.key_value_heads}"),
+        ("mask_token_id", c.mask_token, 0 <= c.mask_token < vocabulary, f"0…{vocabulary - 1}"),
+        ("block_size", c.block_size, c.block_size >= 2, "at least 2"),
+        ("sliding_window", window, window > rows, f"at least {rows + 1}, more than the rows of a block"),
+        ("conv_kernel_size", c.conv_taps, 0 <= c.conv_taps <= dflash2.MAX_TAPS, f"0…{dflash2.MAX_TAPS}"),
+        ("rms_norm_eps", c.epsilon, 0 < c.epsilon <= largest, "a positive number"),
+        ("rope_theta", c.rope_theta, 0 < c.rope_theta <= largest, "a positive number"),
+        ("input_embedding_scale", c.embedding_scale, abs(c.embedding_scale) <= largest, "a number"),
+        ("output_multiplier", c.logit_scale, abs(c.logit_scale) <= largest, "a number"),
+        ("final_logit_softcapping", c.softcap, 0 <= c.softcap <= largest, "0 or a positive number"),
+    ]
+    if c.is_second:
+        group, most = c.conv_group_size, min(dflash2.MAX_CANDIDATES, vocabulary)
+        books = c.selector_vocabulary
+        rules += [
+            ("conv_group_size", group, group >= 1 and hidden % group == 0, f"a divisor of hidden_size={hidden}"),
+            ("selector_rank", c.selector_rank, c.selector_rank >= 1, "at least 1"),
+            ("selector_top_k", c.selector_top_k, 1 <= c.selector_top_k <= most, f"1…{most}"),
+            ("selector_vocab_size", books, books == vocabulary, f"{vocabulary}, the target's"),
+        ]
+    for name, value, holds, expected in rules:
+        if not holds:
+            raise CheckpointError(f"{source}: {name}: expected {expected}, got {value}")
+    try:  # what rings and rotation take, which know their own limits
+        dflash.init_draft_state(c, 1, device=target.device)
+        dflash.angles(c, [0])
+    except InvalidArgument as error:
+        raise CheckpointError(f"{source}: {error}") from error
 
 
 def load_draft(path: str | PathLike[str], target: Model, *, target_layers: Sequence[int] | None = None) -> DraftModel:
@@ -185,15 +210,18 @@ def load_draft(path: str | PathLike[str], target: Model, *, target_layers: Seque
             if (architecture := file.get("general.architecture", str)) != "dflash":
                 raise UnsupportedError(f"{path}: architecture {architecture!r} is not a draft model; known: dflash")
             config = dflash_files.gguf_config(file, target.config.vocabulary, target.config.hidden_size)
-            loader = TensorLoader(file.tensors, file.files, target.device)
+            loader = TensorLoader(path, file.tensors, file.files, target.device)
+            loader.use("rope_freqs.weight")
             names = dflash_files.gguf_name
         else:
             files = open_safetensors(path)
+            check_unquantised(files)
             config = dflash_files.hf_config(files, target.config.vocabulary)
-            loader = TensorLoader(files.tensors, files.files, target.device)
+            loader = TensorLoader(path, files.tensors, files.files, target.device)
             names = dflash_files.hf_name(files)
         if target_layers is not None:
             config = replace(config, target_layers=tuple(int(layer) for layer in target_layers))
-        return make_draft(config, dflash_files.load_params(config, loader, names), target)
+        _check(str(path), config, target)
+        return _made(config, dflash_files.load_params(config, loader, names), target)
     except InvalidArgument as error:  # sizes from the file that nothing can have
         raise CheckpointError(f"{path}: {error}") from error

@@ -5,18 +5,17 @@ Names and keys after llama.cpp's and transformers' converters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from pyferrum import rope
 from pyferrum.checkpoint import GGUFFile, SafetensorsFiles
 from pyferrum.config import AttentionConfig
 from pyferrum.errors import CheckpointError, UnsupportedError
 from pyferrum.models.llama import LayerParams, LlamaConfig, LlamaParams
-from pyferrum.models.loading import TensorLoader
+from pyferrum.models.loading import TensorLoader, check_layers, some
+from pyferrum.models.rope_files import gguf_scaling, hf_rope
 from pyferrum.weights import AttentionWeights
 
 _GGUF_LAYER = {
@@ -63,6 +62,10 @@ def _params(
 ) -> LlamaParams:
     attention, hidden, wide = config.attention, config.hidden_size, config.intermediate_size
     query, kv = attention.query_projection_features, attention.kv_features
+    parts = [part for part in _HF_LAYER if not part.endswith("_bias")]
+    head_name = embedding if config.tied_embeddings else output
+    load.require(dict.fromkeys([embedding, *(layer_name(i, part) for i in range(config.layers) for part in parts),
+                                norm, head_name]))  # fmt: skip
     layers = []
     for index in range(config.layers):
 
@@ -107,11 +110,13 @@ def gguf_config(file: GGUFFile) -> LlamaConfig:
         return file.get(f"llama.{key}", kind, *default)
 
     hidden, heads = number("embedding_length", int), number("attention.head_count", int)
-    kv_heads = file.metadata.get("llama.attention.head_count_kv", heads)
-    if np.ndim(kv_heads):
-        if len(set(np.asarray(kv_heads).tolist())) != 1:
-            raise UnsupportedError(f"{file.path}: layers with different head_count_kv {kv_heads} are not built")
-        kv_heads = kv_heads[0]
+    if isinstance(file.metadata.get("llama.attention.head_count_kv"), np.ndarray):
+        by_layer = number("attention.head_count_kv", list[int])
+        if len(set(by_layer)) != 1:
+            raise UnsupportedError(f"{file.path}: layers with different head_count_kv {by_layer} are not built")
+        kv_heads = by_layer[0]
+    else:
+        kv_heads = number("attention.head_count_kv", int, heads)
     if number("expert_count", int, 0):
         raise UnsupportedError(f"{file.path}: a mixture of experts (llama.expert_count) is not built")
     if heads < 1 or hidden < 1:
@@ -122,49 +127,28 @@ def gguf_config(file: GGUFFile) -> LlamaConfig:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(f"{file.path}: tensor 'token_embd.weight' is missing")
+    layers = number("block_count", int)
+    check_layers(str(file.path), "llama.block_count", layers, file.tensors)
     attention = AttentionConfig(
         hidden_size=hidden,
         query_heads=heads,
-        key_value_heads=int(kv_heads),
+        key_value_heads=kv_heads,
         head_dim=head_dim,
         rope_dim=number("rope.dimension_count", int, head_dim),
         maximum_context_tokens=number("context_length", int),
         epsilon=number("attention.layer_norm_rms_epsilon", float),
         rope_theta=number("rope.freq_base", float, 10000.0),
-        rope_scaling=_gguf_scaling(file),
+        rope_scaling=gguf_scaling(file, "llama"),
         rope_interleaved=True,  # the converter permutes q and k rows for it
     )
     return LlamaConfig(
         architecture="llama",
-        layers=number("block_count", int),
+        layers=layers,
         intermediate_size=number("feed_forward_length", int),
         vocabulary=embedding.shape[0],
         attention=attention,
         tied_embeddings="output.weight" not in file.tensors,
     )
-
-
-def _gguf_scaling(file: GGUFFile) -> rope.Scaling | None:
-    if "rope_freqs.weight" in file.tensors:
-        divisors = file.tensors["rope_freqs.weight"].array().astype(np.float64)
-        return rope.FrequencyFactors(tuple(divisors.tolist()))
-    kind = file.get("llama.rope.scaling.type", str, "none")
-    if kind == "none":
-        return None
-    factor = file.get("llama.rope.scaling.factor", float)
-    if kind == "linear":
-        return rope.LinearScaling(factor)
-    if kind == "yarn":
-        yarn = rope.YarnScaling(
-            factor,
-            file.get("llama.rope.scaling.original_context_length", int),
-            file.get("llama.rope.scaling.yarn_beta_fast", float, 32.0),
-            file.get("llama.rope.scaling.yarn_beta_slow", float, 1.0),
-        )
-        # llama.cpp multiplies YaRN's own factor by this one.
-        extra = file.get("llama.rope.scaling.attn_factor", float, 1.0)
-        return yarn if extra == 1 else replace(yarn, attention_factor=rope.attention_factor(yarn) * extra)
-    raise UnsupportedError(f"{file.path}: llama.rope.scaling.type {kind!r}; known: none, linear, yarn")
 
 
 def gguf_params(file: GGUFFile, config: LlamaConfig, load: TensorLoader) -> LlamaParams:
@@ -206,7 +190,14 @@ def hf_config(files: SafetensorsFiles) -> LlamaConfig:
     hidden, heads = number("hidden_size", int), number("num_attention_heads", int)
     if heads < 1:
         raise CheckpointError(f"{source}: num_attention_heads: expected at least 1, got {heads}")
-    theta, scaling = _hf_rope(values, source)
+    layers = number("num_hidden_layers", int)
+    check_layers(source, "num_hidden_layers", layers, files.tensors)
+    if number("attention_bias", bool, False):
+        biases = [f"model.layers.{i}.{_HF_LAYER[f'{x}_bias']}" for i in range(layers) for x in "qkvo"]
+        lacking = [name for name in biases if name not in files.tensors]
+        if lacking:
+            raise CheckpointError(f"{source}: attention_bias is true, and tensors are missing: {some(lacking)}")
+    theta, scaling = hf_rope(values, source)
     attention = AttentionConfig(
         hidden_size=hidden,
         query_heads=heads,
@@ -219,7 +210,7 @@ def hf_config(files: SafetensorsFiles) -> LlamaConfig:
     )
     return LlamaConfig(
         architecture="LlamaForCausalLM",
-        layers=number("num_hidden_layers", int),
+        layers=layers,
         intermediate_size=number("intermediate_size", int),
         vocabulary=number("vocab_size", int),
         attention=attention,
@@ -227,48 +218,12 @@ def hf_config(files: SafetensorsFiles) -> LlamaConfig:
     )
 
 
-def _hf_rope(values: Mapping[str, Any], source: str) -> tuple[float, rope.Scaling | None]:
-    """theta and scaling: `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`."""
-    given = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if not isinstance(given, Mapping):
-        raise CheckpointError(f"{source}: rope scaling: expected an object, got {given!r}")
-    fields = dict(given)
-    theta = float(fields.pop("rope_theta", None) or values.get("rope_theta") or 10000.0)
-    kind = fields.get("rope_type") or fields.get("type") or "default"
-    for name, neutral in (("partial_rotary_factor", 1.0), ("mscale", None), ("mscale_all_dim", None)):
-        value = fields.get(name, values.get(name))
-        if value not in (None, neutral):
-            raise UnsupportedError(f"{source}: {name}={value!r} is not built for Llama")
-    if kind == "default" and "factor" in fields:
-        raise CheckpointError(f"{source}: rope scaling {fields} has a factor but no rope_type")
-    try:
-        if kind == "default":
-            return theta, None
-        if kind == "linear":
-            return theta, rope.LinearScaling(float(fields["factor"]))
-        original = int(fields.get("original_max_position_embeddings") or values["max_position_embeddings"])
-        if kind == "llama3":
-            low, high = float(fields["low_freq_factor"]), float(fields["high_freq_factor"])
-            return theta, rope.Llama3Scaling(float(fields["factor"]), low, high, original)
-        if kind == "yarn":
-            return theta, rope.YarnScaling(
-                float(fields["factor"]),
-                original,
-                float(fields.get("beta_fast") or 32),
-                float(fields.get("beta_slow") or 1),
-                fields.get("attention_factor"),
-            )
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{source}: rope scaling {fields}: {error!r}") from error
-    raise UnsupportedError(f"{source}: rope_type {kind!r}; known: default, linear, llama3, yarn")
-
-
 def hf_params(config: LlamaConfig, load: TensorLoader) -> LlamaParams:
     """The weights of a safetensors folder, as they are stored."""
     if config.tied_embeddings:
-        load.use("lm_head.weight")
-    for index in range(config.layers):
-        load.use(f"model.layers.{index}.self_attn.rotary_emb.inv_freq")
+        load.check_tied("model.embed_tokens.weight", "lm_head.weight")
+    for owner in ("model", *(f"model.layers.{index}.self_attn" for index in range(config.layers))):
+        load.use(f"{owner}.rotary_emb.inv_freq")
     return _params(
         config,
         load,

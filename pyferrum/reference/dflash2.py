@@ -113,13 +113,22 @@ def dflash2_mask_rows(hidden: Any, mask_embedding: Any, lanes: int, rows: int) -
 
 
 def dflash2_attention(q: Any, keys: Any, values: Any, mask: Any, *, rounding: bool = True) -> Numbers:
-    """softmax(q k^T / sqrt(D) + mask) v of packed arrays: float16 values [B * R, H * D]."""
+    """softmax(q k^T / sqrt(D) + mask) v of packed arrays: float16 values [B * R, H * D].
+
+    A column at -infinity is no part of its row, whatever it holds; a row without columns is zero.
+    """
     q, keys, values, mask = wide(q), wide(keys), wide(values), wide(mask)
     group = q.shape[1] // keys.shape[1]
     k, v = (repeat(x, "b h c d -> b (h g) c d", g=group) for x in (keys, values))
-    scores = einsum(q, k, "b h r d, b h c d -> b h r c") * q.shape[3] ** -0.5 + mask
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    context = einsum(weights / weights.sum(axis=-1, keepdims=True), v, "b h r c, b h c d -> b r h d")
+    seen = mask != -np.inf
+    with np.errstate(invalid="ignore"):  # infinity may lie in any column, and is NaN in a row that sees it
+        scores = np.where(seen, einsum(q, k, "b h r d, b h c d -> b h r c") * q.shape[3] ** -0.5 + mask, -np.inf)
+        most = scores.max(axis=-1, keepdims=True)
+        weights = np.exp(scores - np.where(most == -np.inf, 0, most))
+    total = weights.sum(axis=-1, keepdims=True)
+    weights = weights / np.where(total == 0, 1, total)
+    by_row = (np.where(seen[:, :, r, :, None], v, 0) for r in range(q.shape[2]))
+    context = np.stack([einsum(weights[:, :, r], x, "b h c, b h c d -> b h d") for r, x in enumerate(by_row)], axis=1)
     return half(rearrange(context, "b r h d -> (b r) (h d)"), rounding)
 
 

@@ -82,12 +82,13 @@ def cross_entropy(logits: Any, targets: Any) -> Numbers:
 
 
 def argmax(x: Any) -> Numbers:
-    """Index of each row's largest value, the lowest of equals."""
+    """Index of each row's largest value, the lowest of equals; NaN comes before every number."""
     return np.argmax(np.asarray(x), axis=1)
 
 
 def top_k(x: Any, k: int) -> tuple[Numbers, Numbers]:
-    """(values, indices) of each row's k largest, the lower index first among equals."""
+    """(values, indices) of each row's k largest, the lower index first among equals; NaN comes before every number."""
     x = np.asarray(x)
-    indices = np.argsort(-x, axis=1, kind="stable")[:, :k]
+    nan = np.isnan(x)
+    indices = np.lexsort((np.where(nan, 0, -x), ~nan), axis=1)[:, :k]
     return np.take_along_axis(x, indices, axis=1), indices

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,14 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "partial rotation": ({"partial_rotary_factor": 0.5}, {}),
     "partial rotation, new place": ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, {}),
     "mscale": ({"rope_scaling": YARN | {"mscale": 0.5, "mscale_all_dim": 1.0}}, {"rope_scaling": YARN}),
+    "yarn without truncation": ({"rope_scaling": YARN | {"truncate": False}}, {"rope_scaling": YARN}),
+    "truncation that is no bool": ({"rope_scaling": YARN | {"truncate": "no"}}, {"rope_scaling": YARN}),
+    "both places": ({"rope_parameters": {"rope_type": "default"}, "rope_scaling": YARN}, {}),
+    "both places, another": (
+        {"rope_parameters": YARN, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        {"rope_scaling": YARN},
+    ),
+    "kinds of layers": ({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0}}}, {}),
     "text": ({"rope_scaling": {"type": "linear", "factor": "two"}}, {}),
     "a list": ({"rope_scaling": [1, 2]}, {}),
 }
@@ -197,13 +206,91 @@ def test_scaling__is_applied_or_refused_but_never_ignored(name: str, tmp_path: P
     assert attention != plain, "the setting is quietly ignored"
 
 
+NAN, INF = float("nan"), float("inf")
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    **{f"theta {x!r}": ({"rope_theta": x}, "rope_theta: expected a") for x in ("x", [1], [], {}, True, 0, -1.0, NAN)},
+    **{
+        f"{kind} factor {x}": ({"rope_scaling": {**LLAMA3, "type": kind, "factor": x}}, "factor: expected a positive")
+        for kind in ("linear", "llama3", "yarn")
+        for x in (0, -2.0, NAN, INF)
+    },
+    **{
+        f"yarn {key} {x!r}": ({"rope_scaling": YARN | {key: x}}, f"rope scaling .*{message}")
+        for key, x, message in (
+            ("beta_fast", -1.0, "beta_fast: expected a positive number, got -1.0"),
+            ("beta_slow", 0, "beta_slow: expected a positive number, got 0.0"),
+            ("beta_slow", 33, "beta_slow: expected at most beta_fast=32.0, got 33.0"),
+            ("attention_factor", "x", "could not convert"),
+            ("attention_factor", [], "float"),
+            ("attention_factor", 0, "attention_factor: expected a positive number, got 0.0"),
+            ("original_max_position_embeddings", INF, "infinity"),
+            ("original_max_position_embeddings", -1, "original_context: expected a positive number, got -1"),
+        )
+    },
+    "yarn over theta 1": ({"rope_theta": 1.0, "rope_scaling": YARN}, "rope_theta: expected above 1 for YaRN, got 1.0"),
+    "llama3 swapped": (
+        {"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": 4.0, "high_freq_factor": 1.0}},
+        "high_freq_factor: expected above low_freq_factor=4.0, got 1.0",
+    ),
+    "llama3 without a key": ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "low_freq_factor is missing"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_scaling__of_wrong_numbers_names_file_and_key(name: str, tmp_path: Path) -> None:
+    """lablup/mlxcel#1355 (D3, the kind): what no rotation can be made from is the file's fault, and said so."""
+    settings, message = WRONG[name]
+    with pytest.raises(pf.CheckpointError, match=message) as caught:
+        pf.load(tiny.write_tiny(tmp_path / "wrong", config=settings))
+    assert str(tmp_path / "wrong") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: rope.LinearScaling(0.0), r"\[LinearScaling\] factor: expected a positive number, got 0.0"),
+        (lambda: rope.YarnScaling(NAN, 4096), r"\[YarnScaling\] factor: expected a positive number, got nan"),
+        (lambda: rope.YarnScaling(4.0, 0), r"\[YarnScaling\] original_context: expected a positive number, got 0"),
+        (lambda: rope.YarnScaling(4.0, 4096, beta_fast=-1.0), r"\[YarnScaling\] beta_fast: expected a positive"),
+        (lambda: rope.YarnScaling(4.0, 4096, attention_factor=NAN), r"\[YarnScaling\] attention_factor: expected"),
+        (lambda: rope.Llama3Scaling(8.0, 4.0, 1.0), r"\[Llama3Scaling\] high_freq_factor: expected above low_freq_"),
+        (lambda: rope.FrequencyFactors((1.0, 0.0)), r"\[FrequencyFactors\] divisors\[1\]: expected a positive"),
+        (lambda: rope.inverse_frequencies(1.0, 64, rope.YarnScaling(4.0, 4096)), "rope_theta: expected above 1"),
+    ],
+)
+def test_scaling__refuses_wrong_numbers(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(pf.InvalidArgument, match=message):
+        make()
+
+
+def test_yarn__without_truncation_ramps_between_pairs() -> None:
+    """transformers' `truncate: false`: the ramp of FACTS F.2 between the fractional pairs, not the whole ones."""
+    inverse = rope.inverse_frequencies(1e6, 128, rope.YarnScaling(4.0, 32768, truncate=False))
+    plain = 1e6 ** (-np.arange(0, 128, 2) / 128)
+    low, high = (128 * np.log(32768 / (2 * np.pi * beta)) / (2 * np.log(1e6)) for beta in (32, 1))
+    ramp = np.clip((np.arange(64) - low) / (high - low), 0, 1)
+    np.testing.assert_allclose(inverse, plain / 4 * ramp + plain * (1 - ramp), rtol=1e-12)
+    assert rope.attention_factor(rope.YarnScaling(0.5, 32768)) == 1
+
+
 @pytest.mark.parametrize("theta", [0.0, -1.0, float("nan"), float("inf")])
 def test_theta__without_frequencies_is_refused(theta: float) -> None:
     with pytest.raises(pf.InvalidArgument, match=r"rope_theta"):
         pf.init_state(pf.AttentionConfig(32, 2, 1, 16, rope_theta=theta))
 
 
-@pytest.mark.parametrize("key", ["yarn_beta_fast", "yarn_beta_slow", "attn_factor"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "yarn_beta_fast",
+        "yarn_beta_slow",
+        "attn_factor",
+        "yarn_ext_factor",
+        "yarn_attn_factor",
+        "yarn_log_multiplier",
+        "factor",
+    ],
+)
 def test_scaling__of_a_gguf_file_is_applied_or_refused_but_never_ignored(key: str, tmp_path: Path) -> None:
     """ggml-org/llama.cpp#8676 (D3, the kind): every YaRN number that GGUF has (FACTS F.3)."""
     keys = {"type": "yarn", "factor": 4.0, "original_context_length": 512}
@@ -217,6 +304,34 @@ def test_scaling__of_a_gguf_file_is_applied_or_refused_but_never_ignored(key: st
         assert key in str(error)
         return
     assert attention != plain, f"{key} is quietly ignored"
+
+
+GGUF_SCALINGS: dict[str, tuple[dict[str, Any], rope.Scaling | str | None]] = {
+    "a factor alone": ({"scaling.factor": 4.0}, rope.LinearScaling(4.0)),
+    "the old key": ({"scale_linear": 4.0}, rope.LinearScaling(4.0)),
+    "none": ({"scaling.type": "none", "scaling.factor": 4.0}, None),
+    "a factor of 0": ({"scaling.factor": 0.0}, None),
+    "linear without a factor": ({"scaling.type": "linear"}, "llama.rope.scaling.factor"),
+    "linear and attn_factor": ({"scaling.factor": 4.0, "scaling.attn_factor": 2.0}, "attn_factor is not built"),
+    "a negative factor": ({"scaling.factor": -4.0}, "factor: expected a positive number, got -4.0"),
+    "yarn by nothing": (
+        {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 0},
+        "original_context: expected a positive number, got 0",
+    ),
+    "longrope": ({"scaling.type": "longrope", "scaling.factor": 4.0}, "scaling.type 'longrope'"),
+}
+
+
+@pytest.mark.parametrize("name", GGUF_SCALINGS)
+def test_scaling__of_a_gguf_file_is_what_llama_cpp_makes_of_it(name: str, tmp_path: Path) -> None:
+    """ggml-org/llama.cpp#8676 (D3, the kind): a factor without a type is linear scaling, as `rope.scale_linear` is."""
+    settings, expected = GGUF_SCALINGS[name]
+    path = tiny.write_tiny_gguf(tmp_path / "f.gguf", keys={f"llama.rope.{key}": x for key, x in settings.items()})
+    if isinstance(expected, str):
+        with pytest.raises((pf.CheckpointError, pf.UnsupportedError), match=rf"f\.gguf.*{expected}"):
+            pf.load(path)
+    else:
+        assert pf.load(path).config.attention.rope_scaling == expected
 
 
 def test_permuted_rows__give_the_model_they_came_from(tmp_path: Path) -> None:
@@ -253,3 +368,11 @@ def test_permuted_rows__frequency_factors_of_a_gguf_file_are_used(tmp_path: Path
     np.testing.assert_allclose(model.config.attention.inverse_frequencies(), expected, rtol=1e-12)
     with pytest.raises(pf.CheckpointError, match=r"frequency factors"):
         pf.load(tiny.write_tiny_gguf(tmp_path / "s.gguf", weights=weights | {"rope_freqs.weight": factors[:3]}))
+    with pytest.raises(pf.CheckpointError, match=r"'rope_freqs\.weight': expected a list of numbers.*\[1, 8\]"):
+        pf.load(tiny.write_tiny_gguf(tmp_path / "t.gguf", weights=weights | {"rope_freqs.weight": factors[None]}))
+    keys = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    both = pf.load(tiny.write_tiny_gguf(tmp_path / "u.gguf", weights=weights, keys=keys)).config.attention
+    np.testing.assert_allclose(both.inverse_frequencies(), expected / 4, rtol=1e-12)
+    keys |= {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.original_context_length": 512}
+    with pytest.raises(pf.UnsupportedError, match=r"'yarn' beside rope_freqs\.weight"):
+        pf.load(tiny.write_tiny_gguf(tmp_path / "v.gguf", weights=weights, keys=keys))
