@@ -256,6 +256,11 @@ class _Decoding:
         if self.sampling.temp == 0 or count == 0:
             return
         candidates, probabilities = np.asarray(draft.candidates), np.asarray(draft.probabilities, np.float64)
+        if candidates.shape != probabilities.shape or not 0 <= candidates.min() <= candidates.max() < vocabulary:
+            raise InvalidArgument(
+                f"drafter: expected candidates of 0…{vocabulary - 1} for lane {lane}, each with its probability, got "
+                f"{candidates} with {probabilities}"
+            )
         drawn = np.where(candidates == tokens[:, None], probabilities, 0).sum(axis=1)
         if (
             not (probabilities >= 0).all()
@@ -286,8 +291,8 @@ class _Decoding:
         uniforms = random.uniform(accept_key, (len(scores),))
         for i, token in enumerate(draft.tokens):
             p = self.sampling.probabilities(scores[i])
-            q = np.zeros_like(p)
-            q[draft.candidates[i]] = draft.probabilities[i]
+            # A candidate may be listed twice: its probabilities add up, here as in `_check`.
+            q = np.bincount(draft.candidates[i], draft.probabilities[i], len(p))
             if uniforms[i] * q[token] >= p[token]:
                 rest = np.maximum(p - q, 0)
                 return i, random.categorical(draw_key, rest if rest.sum() > 0 else p)

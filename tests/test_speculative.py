@@ -211,7 +211,12 @@ def test_a_drafter_that_is_the_target__is_accepted_in_full(target: pf.Model, tem
     assert all(s.accepted == s.drafted for s in steps)
 
 
-def test_accept__the_worked_example() -> None:
+@pytest.mark.parametrize(
+    ("candidates", "probabilities"),
+    [(range(4), [0.2, 0.7, 0.1, 0.0]), ([1, 0, 1, 2, 1], [0.3, 0.2, 0.1, 0.1, 0.3])],
+    ids=["each once", "one three times"],
+)
+def test_accept__the_worked_example(candidates: Any, probabilities: list[float]) -> None:
     """p = (.5, .3, .2), q = (.2, .7, .1): accepted 0.6 of the time, and the residual is (.75, 0, .25) (FACTS C.6)."""
     p, q = np.array([0.5, 0.3, 0.2, 0.0]), np.array([0.2, 0.7, 0.1, 0.0])
     decoding = _Decoding.__new__(_Decoding)
@@ -221,7 +226,7 @@ def test_accept__the_worked_example() -> None:
     lane: Any = SimpleNamespace(key=pf.random.key(1))
     counts, refused, accepted = np.zeros(4), np.zeros(4), 0
     for token in np.random.default_rng(0).choice(4, draws, p=q):
-        draft = Proposal([int(token)], np.arange(4)[None], q[None])
+        draft = Proposal([int(token)], np.array(candidates)[None], np.array(probabilities)[None])
         n, bonus = decoding._accept(lane, draft, np.array([p, p]))
         accepted += n
         counts[token if n else bonus] += 1
@@ -370,6 +375,8 @@ def test_proposals__that_cannot_be_are_refused(target: pf.Model) -> None:
         (0.0, lambda d: d._replace(tokens=d.tokens[1:]), "drafter: expected 3 tokens"),
         (1.0, lambda d: d._replace(probabilities=np.zeros_like(d.probabilities)), "drafter: expected probabilities"),
         (1.0, lambda d: d._replace(probabilities=2 * d.probabilities), "drafter: expected probabilities"),
+        (1.0, lambda d: d._replace(probabilities=d.probabilities[:, :1]), "drafter: expected candidates of 0…96"),
+        (1.0, lambda d: d._replace(candidates=d.candidates - 1), "drafter: expected candidates of 0…96 for lane 0"),
         (1.0, lambda d: d._replace(tokens=[(t + 1) % 97 for t in d.tokens], candidates=np.array(d.tokens)[:, None],
                                    probabilities=np.ones((len(d.tokens), 1))), "drafter: expected probabilities"),
     ):  # fmt: skip

@@ -28,7 +28,7 @@ class Proposal(NamedTuple):
 
     tokens: list[int]
     candidates: np.ndarray[Any, Any]
-    """[tokens, k]: what each token was chosen from."""
+    """[tokens, k]: what each token was chosen from; the probabilities of one that is there twice add up."""
     probabilities: np.ndarray[Any, Any]
     """[tokens, k]: with which probability each candidate was drawn; rows sum to 1, and no token's own is 0."""
 
