@@ -181,7 +181,11 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--top-k", type=int, default=0)
     command.add_argument("--min-p", type=float, default=0.0)
     command.add_argument("--seed", type=int, default=0)
-    command.add_argument("--draft-model", type=Path, help="a DFlash or DFlash 2 draft model: the same text, sooner")
+    command.add_argument(
+        "--draft-model",
+        type=Path,
+        help="a DFlash or DFlash 2 draft model: the same text, sooner; with --temp another of the same distribution",
+    )
     command.add_argument("--num-draft-tokens", type=int, help="proposed at a time; as trained if not given")
 
     cli_eval.add_options(add("eval", cli_eval.evaluate))

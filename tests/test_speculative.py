@@ -164,12 +164,12 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def propose(self, state: Any, anchors: Any, rows: int, *rest: Any) -> list[Proposal]:
+    def propose(self, state: Any, anchors: Any, rows: list[int], *rest: Any) -> list[Proposal]:
         self.seen.append((state, anchors[0]))
         own = self.model.propose(state, anchors, rows, *rest)[0]
         right = self.script.propose((state.lengths[0],), anchors, rows, *rest)[0].tokens  # type: ignore[attr-defined]
         # Right for a while, then its own: every number of accepted drafts comes up.
-        tokens = [*right[: len(self.seen) % rows], *own.tokens[len(self.seen) % rows :]]
+        tokens = [*right[: len(self.seen) % rows[0]], *own.tokens[len(self.seen) % rows[0] :]]
         return [Proposal(tokens, np.array(tokens)[:, None], np.ones((len(tokens), 1)))]
 
 
@@ -310,6 +310,27 @@ def test_sampled__second_token_follows_the_target(target: pf.Model, tmp_path: Pa
     assert chi2 < kept.sum() + 5 * np.sqrt(2 * kept.sum())
 
 
+@pytest.mark.parametrize("kind", ["DFlash", "DFlash 2", "itself"])
+def test_sampled__a_lane_says_the_same_whatever_is_beside_it(target: pf.Model, tmp_path: Path, kind: str) -> None:
+    """Lanes end at other times than their neighbours; a drafter of the whole block sees the rows its lane has alone."""
+    drafter: Any = Itself(target) if kind == "itself" else drafter_for(target, tmp_path, kind == "DFlash 2")
+    prompts = [tiny.ids(text) for text in ("one", "a second prompt", "3", "the fourth of them")]
+    options: dict[str, Any] = {"temp": 1.2, "max_tokens": 30, "key": 5, "block": 6, "ignore_eos": True}
+
+    def run(count: int, **change: Any) -> list[list[int]]:
+        lanes: list[list[int]] = [[] for _ in range(count)]
+        for step in pf.speculative_generate_batch(target, drafter, prompts[:count], **options | change):
+            lanes[step.lane].append(step.token)
+        return lanes
+
+    four = run(4)
+    assert [run(1), run(2), run(3)] == [four[:1], four[:2], four[:3]]
+    assert [s.token for s in pf.speculative_generate(target, drafter, prompts[0], **options)] == four[0]
+    ending = run(4, ignore_eos=False, max_tokens=80)
+    assert len({len(lane) for lane in ending}) > 1
+    assert [run(n, ignore_eos=False, max_tokens=80)[-1] for n in (1, 2, 3)] == ending[:3]
+
+
 def test_sampled__same_key_same_text(target: pf.Model, tmp_path: Path) -> None:
     drafter = drafter_for(target, tmp_path, True)
 
@@ -391,6 +412,15 @@ def test_end__of_the_context_stops_there(tmp_path: Path) -> None:
     alone = list(pf.generate(small, [5, 6, 7], max_tokens=100, ignore_eos=True))
     assert [s.token for s in steps] == [s.token for s in alone]
     assert (steps[-1].finish_reason, steps[-1].state.length) == ("length", 16)
+    # A drafter that runs a model is not asked for a lane that is full, nor past the end of one that is nearly so.
+    for temperature in (0.0, 1.0):
+        lanes: list[list[pf.SpeculativeResponse]] = [[], []]
+        for step in pf.speculative_generate_batch(
+            small, Itself(small), [[5] * 12, [5, 6, 7]], temp=temperature, max_tokens=100, ignore_eos=True
+        ):
+            lanes[step.lane].append(step)
+        assert [lane[-1].state.length for lane in lanes] == [16, 16]
+    assert {step.drafted for step in lanes[1]} > {7}
 
 
 def test_cli__drafts_and_says_how_it_went(target: pf.Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
