@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 
 from pyferrum import _random as random
+from pyferrum._check import whole_number
 from pyferrum.dflash2 import MAX_LANES, MAX_ROWS
 from pyferrum.errors import InvalidArgument
 from pyferrum.generate import GenerationResponse, Prompt, generate, peak_memory, prompt_tokens
 from pyferrum.models.draft import NO_PROPOSAL, Drafter, Proposal
 from pyferrum.models.model import PREFILL_CHUNK, Model
 from pyferrum.models.model_state import ModelState
-from pyferrum.sampling import Sampling, log_softmax
+from pyferrum.sampling import Sampling, check_finite, log_softmax
 
 
 @dataclass(frozen=True)
@@ -138,15 +139,12 @@ def speculative_generate_batch(
     if not isinstance(drafter, Drafter):
         raise InvalidArgument(f"drafter: expected a Drafter, as `load_draft` makes one, got {type(drafter).__name__}")
     rows = min(drafter.block_size, MAX_ROWS) if block is None else block
-    if not 2 <= rows <= MAX_ROWS:
-        raise InvalidArgument(f"block: expected 2…{MAX_ROWS}, got {rows}")
+    whole_number(rows, "block", 2, MAX_ROWS)
     if not isinstance(prompts, (list, tuple)) or not 1 <= len(prompts) <= MAX_LANES:
         got = len(prompts) if isinstance(prompts, (list, tuple)) else type(prompts).__name__
         raise InvalidArgument(f"prompts: expected a list of 1…{MAX_LANES} of them, got {got}")
-    if max_tokens < 1:
-        raise InvalidArgument(f"max_tokens: expected at least 1, got {max_tokens}")
-    if chunk < 1:
-        raise InvalidArgument(f"chunk: expected at least 1, got {chunk}")
+    whole_number(max_tokens, "max_tokens", 1)
+    whole_number(chunk, "chunk", 1)
     encoded = [prompt_tokens(model, prompt) for prompt in prompts]
     if not all(encoded):
         raise InvalidArgument("prompt: expected at least one token, got none")
@@ -157,9 +155,10 @@ def speculative_generate_batch(
 
 
 def plain_tps(model: Model, state: ModelState, token: int, *, tokens: int = 16, **sampling: Any) -> float:
-    """Tokens per second of plain decoding from a step of a run, to put beside its `generation_tps`.
+    """Tokens per second of plain decoding from a step of a run, a pass of the model for each.
 
-    States are immutable, so this takes nothing from the run.
+    States are immutable, so this takes nothing from the run. Beside its `generation_tps`, mind that a run's first token
+    comes with the prompt, in no time.
 
     Args:
         model: the target.
@@ -172,9 +171,10 @@ def plain_tps(model: Model, state: ModelState, token: int, *, tokens: int = 16, 
         InvalidArgument: `tokens` is less than 1, or the model's context has no room behind the state.
     """
     count = min(tokens, model.config.attention.maximum_context_tokens - state.length)
-    start = time.perf_counter()
-    for _ in generate(model, [token], state=state, max_tokens=count, ignore_eos=True, **sampling):
-        pass
+    for most in (min(1, count), count):  # the first one warms up: it may have the model's programs to record
+        start = time.perf_counter()
+        for _ in generate(model, [token], state=state, max_tokens=most, ignore_eos=True, **sampling):
+            pass
     return count / (time.perf_counter() - start)
 
 
@@ -295,6 +295,7 @@ class _Decoding:
         """How many drafts stand, and the token behind them (Leviathan et al. 2023)."""
         if self.sampling.temp == 0:
             best = scores.argmax(axis=1)
+            check_finite(scores.max(axis=1))
             accepted = next((i for i, d in enumerate(draft.tokens) if d != best[i]), len(draft.tokens))
             return accepted, int(best[accepted])
         lane.key, accept_key, draw_key = random.split(lane.key, 3)

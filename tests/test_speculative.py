@@ -362,6 +362,7 @@ def test_refusals__come_before_anything_runs(target: pf.Model) -> None:
     for options, message in (
         ({"block": 1}, "block: expected 2…16, got 1"),
         ({"block": 17}, "block: expected 2…16, got 17"),
+        ({"block": 2.5}, "block: expected a whole number, got 2.5"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"temp": -1.0}, "temp"),
         ({"chunk": 0}, "chunk"),
@@ -433,6 +434,9 @@ def test_cli__drafts_and_says_how_it_went(target: pf.Model, tmp_path: Path, caps
     assert drafted["text"] == plain["text"]
     assert sum(drafted["accepted_histogram"].values()) > 0
     assert drafted["plain_tps"] > 0 and "plain_tps" not in plain
+    # The first of the 30 tokens came with the prompt.
+    speedup = drafted["generation_tps"] * 29 / 30 / drafted["plain_tps"]
+    assert drafted["speedup"] == pytest.approx(speedup, rel=1e-12)
     assert main([*arguments[:-1], "--draft-model", str(tmp_path), "--top-k", "5", "--temp", "1"]) == 0
     err = capsys.readouterr().err
     assert "drafts accepted in each" in err and "plain decoding" in err and "times that" in err
@@ -440,10 +444,22 @@ def test_cli__drafts_and_says_how_it_went(target: pf.Model, tmp_path: Path, caps
     assert "plain decoding" not in capsys.readouterr().err
 
 
-def test_plain_tps__decodes_what_the_run_did_and_leaves_it_alone(target: pf.Model) -> None:
+def test_plain_tps__decodes_what_the_run_did_and_leaves_it_alone(
+    target: pf.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompt = tiny.ids("How fast")
     steps = list(pf.generate(target, prompt, max_tokens=10, ignore_eos=True))
-    assert plain_tps(target, steps[5].state, steps[5].token, tokens=3) > 0
+    # A clock that says how many passes there have been, of which the first one warms up.
+    passes, forward = [0.0], type(target).forward
+
+    def counted(self: pf.Model, *arguments: Any, **options: Any) -> Any:
+        passes[0] += 1 if passes[0] else 1000
+        return forward(self, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(target), "forward", counted)
+        patch.setattr("time.perf_counter", lambda: passes[0])
+        assert plain_tps(target, steps[5].state, steps[5].token, tokens=3) == 1
     assert [s.token for s in pf.generate(target, prompt, max_tokens=10, ignore_eos=True)] == [s.token for s in steps]
     room = dataclasses.replace(
         target.config, attention=dataclasses.replace(target.config.attention, maximum_context_tokens=len(prompt) + 6)
