@@ -168,5 +168,5 @@ ax = plot.pages([root, *(beam.state for beam in found)], labels=["root", "beam 1
 
 # %% [markdown]
 # Beams that differ in their last token only are one state, used twice: a beam's state is what came before that token.
-# The picture tells pages apart by what is in them, so a copy that says the same as its original so far has its number,
-# and the arena may count a page more.
+# The picture tells pages apart by where they lie in the arena: a copy has a number of its own, also while it still says
+# the same as its original.

@@ -113,7 +113,7 @@ print("features", features.shape, "context", context.lengths)
 # The drafter guesses seven tokens behind the target's next one, the *anchor*.
 
 # %%
-[draft] = drafter.propose(context, [anchor], 8, 0.0, pf.random.key(0))
+[draft] = drafter.propose(context, [anchor], [8], 0.0, [pf.random.key(0)])
 print(repr(model.tokenizer.decode([anchor])), "and then", [model.tokenizer.decode([t]) for t in draft.tokens])
 
 # %% [markdown]
@@ -144,9 +144,11 @@ assert following == plain[8]
 # %% [markdown]
 # ## Two more drafters
 #
-# Anything that proposes tokens is a drafter. This one has no weights at all: it finds the last place where the two
-# newest tokens stood before, and proposes what came behind them. It is good where a text repeats itself, as ours does
-# on purpose, and of no use where it does not.
+# Anything that proposes tokens is a drafter. It is asked for all prompts that run side by side at once, and for no
+# guesses where one has ended or is about to.
+#
+# This one has no weights at all: it finds the last place where the two newest tokens stood before, and proposes what
+# came behind them. It is good where a text repeats itself, as ours does on purpose, and of no use where it does not.
 
 
 # %%
@@ -166,9 +168,12 @@ class Lookup:
                 return [*seen[end : end + count], *[0] * count][:count]
         return [0] * count
 
-    def propose(self, state, anchors, rows, temperature, key):
-        guesses = [self.guess([*seen, anchor], rows - 1) for seen, anchor in zip(state, anchors, strict=True)]
-        return [pf.Proposal(guess, np.array(guess)[:, None], np.ones((rows - 1, 1))) for guess in guesses]
+    def propose(self, state, anchors, rows, temperature, keys):
+        guesses = [
+            self.guess([*seen, anchor], count - 1) if count > 1 else []
+            for seen, anchor, count in zip(state, anchors, rows, strict=True)
+        ]
+        return [pf.Proposal(guess, np.array(guess, int)[:, None], np.ones((len(guess), 1))) for guess in guesses]
 
 
 # %% [markdown]
@@ -220,4 +225,5 @@ ax = plot.accepted_lengths(ends["lookup"].histogram, drafted=7, label="lookup: g
 
 # %% [markdown]
 # The random drafter slows everything down and changes nothing in the text. That is the promise, and it holds bit for
-# bit: a row of the target's call does not depend on how many rows come with it.
+# bit: a row of the target's call does not depend on how many rows come with it. (With a temperature, a drafter leaves
+# the distribution of texts as it is, but the same key draws another one from it.)

@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from pyferrum._check import whole_number
 from pyferrum.errors import InvalidArgument
-from pyferrum.generate import Prompt, prompt_tokens
+from pyferrum.generate import Prompt, continues, prompt_tokens
 from pyferrum.models.model import Model
 from pyferrum.models.model_state import ModelState
 from pyferrum.ops import top_k
+from pyferrum.sampling import check_finite
 
 MAX_BEAMS = 1024
 
@@ -77,13 +79,11 @@ def beam_search(
         InvalidArgument: an option out of its range, or a prompt that is empty or longer than the model's context.
         OutOfPages: the arena is full; no state has changed.
     """
-    if not isinstance(beams, (int, np.integer)) or not 1 <= beams <= MAX_BEAMS:
-        raise InvalidArgument(f"beams: expected 1…{MAX_BEAMS}, got {beams}")
-    if max_tokens < 1:
-        raise InvalidArgument(f"max_tokens: expected at least 1, got {max_tokens}")
+    whole_number(beams, "beams", 1, MAX_BEAMS)
+    whole_number(max_tokens, "max_tokens", 1)
     if not np.isfinite(length_penalty):
         raise InvalidArgument(f"length_penalty: expected a finite number, got {length_penalty}")
-    tokens = prompt_tokens(model, prompt, continued=state is not None and state.length > 0)
+    tokens = prompt_tokens(model, prompt, continued=continues(state))
     if not tokens:
         raise InvalidArgument("prompt: expected at least one token, got none")
     ends = frozenset() if ignore_eos else model.tokenizer.eos_token_ids
@@ -117,6 +117,7 @@ def _best(
     values, tokens = (np.asarray(a) for a in top_k(scores, min(beams, scores.shape[1])))
     wide = scores.astype(np.float64)
     top = wide.max(axis=1, keepdims=True)
+    check_finite(top)
     logprobs = values - (top + np.log(np.exp(wide - top).sum(axis=1, keepdims=True)))
     extensions = iter(range(len(growing)))
     candidates: list[tuple[float, Beam, int, int]] = []

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,9 @@ import numpy as np
 
 import pyferrum as pf
 from pyferrum import cli_eval
+from pyferrum._check import whole_number
 from pyferrum._show import show
+from pyferrum.dflash2 import MAX_ROWS
 from pyferrum.models.llama import LlamaParams
 from pyferrum.speculative import plain_tps
 
@@ -35,8 +36,14 @@ def info(arguments: argparse.Namespace) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Generate from a prompt, streaming."""
-    prompt: Any = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    if arguments.num_draft_tokens is not None and arguments.draft_model is None:
+        raise pf.InvalidArgument("--num-draft-tokens: goes with --draft-model only")
+    if arguments.system_prompt is not None and arguments.ignore_chat_template:
+        raise pf.InvalidArgument("--system-prompt: does not go with --ignore-chat-template")
+    prompt: Any = _stdin() if arguments.prompt == "-" else arguments.prompt
     model = _load(arguments)
+    if arguments.system_prompt is not None and model.tokenizer.chat_template is None:
+        raise pf.InvalidArgument(f"--system-prompt: {model.path} has no chat template to put it in")
     if not arguments.ignore_chat_template and model.tokenizer.chat_template is not None:
         system = [{"role": "system", "content": arguments.system_prompt}] if arguments.system_prompt else []
         prompt = [*system, {"role": "user", "content": prompt}]
@@ -47,7 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
         steps = pf.generate(model, prompt, temp=arguments.temp, **options)
     else:
         drafter = pf.load_draft(arguments.draft_model, model)
-        block = arguments.num_draft_tokens and arguments.num_draft_tokens + 1
+        block = None if arguments.num_draft_tokens is None else arguments.num_draft_tokens + 1
         steps = pf.speculative_generate(model, drafter, prompt, block=block, temp=arguments.temp, **options)
     text, last, places = "", None, []
     for last in steps:
@@ -56,16 +63,18 @@ def run(arguments: argparse.Namespace) -> None:
         if not arguments.json:
             print(last.text, end="", flush=True)
     assert last is not None  # at least one token was asked for
-    plain = None
+    plain, speedup = None, None
     if isinstance(last, pf.SpeculativeResponse) and last.histogram:
         sampling = {name: getattr(arguments, name) for name in ("temp", "top_p", "top_k", "min_p")}
         plain = plain_tps(model, *places[len(places) // 2 - 1], **sampling)
+        # The first token came with the prompt, in no time; plain_tps has none of that kind.
+        speedup = last.generation_tps * (1 - 1 / last.generation_tokens) / plain
     if arguments.json:
         fields = ("prompt_tokens", "prompt_tps", "generation_tokens", "generation_tps", "peak_memory")
         result = {name: getattr(last, name) for name in fields}
         if isinstance(last, pf.SpeculativeResponse):
-            result |= {"accepted_histogram": last.histogram, "plain_tps": plain}
-        print(json.dumps({"text": text, **result, "finish_reason": last.finish_reason}))
+            result |= {"accepted_histogram": last.histogram, "plain_tps": plain, "speedup": speedup}
+        show({"text": text, **result, "finish_reason": last.finish_reason}, True)
         return
     print()
     print(
@@ -78,9 +87,16 @@ def run(arguments: argparse.Namespace) -> None:
         mean = sum(accepted * count for accepted, count in last.histogram.items()) / rounds
         print(
             f"[{rounds} rounds, {mean:.2f} drafts accepted in each: {dict(sorted(last.histogram.items()))}; plain "
-            f"decoding {plain:.1f} tokens/s in this run, drafting {last.generation_tps / plain:.2f} times that]",
+            f"decoding {plain:.1f} tokens/s in this run, drafting {speedup:.2f} times that]",
             file=sys.stderr,
         )
+
+
+def _stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise pf.InvalidArgument(f"--prompt: expected UTF-8 on standard input: {error}") from error
 
 
 def inspect(arguments: argparse.Namespace) -> None:
@@ -88,9 +104,8 @@ def inspect(arguments: argparse.Namespace) -> None:
     model = _load(arguments)
     config, attention = model.config, model.config.attention
     formats = Counter(_formats(model.params))
-    plan = pf.plan_attention(
-        attention, 1, starts=arguments.context, dtype=model.dtype, weights=model.params.layers[0].attention
-    )
+    context = min(512, attention.maximum_context_tokens - 1) if arguments.context is None else arguments.context
+    plan = pf.plan_attention(attention, 1, starts=context, dtype=model.dtype, weights=model.params.layers[0].attention)
     summary = {
         "model": str(arguments.model),
         "architecture": config.architecture,
@@ -112,7 +127,7 @@ def inspect(arguments: argparse.Namespace) -> None:
     }
     show(summary, arguments.json)
     if not arguments.json:
-        print(f"\nOne token of decode in one layer, {arguments.context} tokens before it:\n{plan}")
+        print(f"\nOne token of decode in one layer, {context} tokens before it:\n{plan}")
 
 
 def _formats(params: LlamaParams) -> list[str]:
@@ -151,6 +166,19 @@ def bench(arguments: argparse.Namespace) -> None:
     show(result, arguments.json)
 
 
+def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """The type of an option that is a whole number in a range."""
+
+    def number(text: str) -> int:
+        try:
+            return whole_number(int(text), "wrong value", least, most)
+        except pf.InvalidArgument as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    number.__name__ = "whole number"  # in argparse's own message
+    return number
+
+
 def parser() -> argparse.ArgumentParser:
     """The command-line parser."""
     root = argparse.ArgumentParser(prog="pyferrum", description=pf.__doc__.splitlines()[0])
@@ -181,19 +209,27 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--top-k", type=int, default=0)
     command.add_argument("--min-p", type=float, default=0.0)
     command.add_argument("--seed", type=int, default=0)
-    command.add_argument("--draft-model", type=Path, help="a DFlash or DFlash 2 draft model: the same text, sooner")
-    command.add_argument("--num-draft-tokens", type=int, help="proposed at a time; as trained if not given")
+    command.add_argument(
+        "--draft-model",
+        type=Path,
+        help="a DFlash or DFlash 2 draft model: the same text, sooner; with --temp another of the same distribution",
+    )
+    command.add_argument(
+        "--num-draft-tokens", type=_whole(1, MAX_ROWS - 1), help="proposed at a time; as trained if not given"
+    )
 
     cli_eval.add_options(add("eval", cli_eval.evaluate))
     cli_eval.add_compare_options(add("compare", cli_eval.compare, model=False))
 
     command = add("inspect", inspect)
-    command.add_argument("--context", type=int, default=512, help="tokens before the planned step")
+    command.add_argument(
+        "--context", type=_whole(0), help="tokens before the planned step; 512, or what the model has room for"
+    )
 
     command = add("bench", bench)
-    command.add_argument("--prompt-tokens", "-p", type=int, default=512)
-    command.add_argument("--generation-tokens", "-g", type=int, default=64)
-    command.add_argument("--num-trials", "-n", type=int, default=5)
+    command.add_argument("--prompt-tokens", "-p", type=_whole(1), default=512)
+    command.add_argument("--generation-tokens", "-g", type=_whole(1), default=64)
+    command.add_argument("--num-trials", "-n", type=_whole(1), default=5)
     return root
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from pyferrum import _random as random
+from pyferrum._check import whole_number
 from pyferrum.errors import InvalidArgument
 from pyferrum.models.model import Model
 from pyferrum.models.model_state import ModelState
@@ -51,7 +52,7 @@ class GenerationResponse:
 def prompt_text(model: Model, prompt: Prompt) -> str | None:
     """A prompt's text, messages in the chat template; None if it is of token ids."""
     if isinstance(prompt, str):
-        return prompt
+        return _encodable(prompt)
     if isinstance(prompt, (bytes, bytearray, Mapping)) or not hasattr(prompt, "__iter__"):
         hint = {bytes: ": decode them", dict: ": messages go in a list"}.get(type(prompt), "")
         raise InvalidArgument(
@@ -63,7 +64,16 @@ def prompt_text(model: Model, prompt: Prompt) -> str | None:
         raise InvalidArgument(
             f"prompt: expected chat messages or token ids, got {len(messages)} messages and {ids} ids"
         )
-    return model.tokenizer.apply_chat_template(messages) if messages else None
+    return _encodable(model.tokenizer.apply_chat_template(messages)) if messages else None
+
+
+def _encodable(text: str) -> str:
+    """The text, unless half a surrogate pair is in it, as where bytes of a command line are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"prompt: expected text that can be written in UTF-8: {error}") from None
+    return text
 
 
 def token_ids(tokens: Any, name: str) -> list[int]:
@@ -82,6 +92,14 @@ def prompt_tokens(model: Model, prompt: Prompt, *, continued: bool = False) -> l
     if text is None:
         return token_ids(prompt, "prompt")
     return model.tokenizer.encode(text, add_bos=False if continued else None)
+
+
+def continues(state: ModelState | None) -> bool:
+    """Whether a state has something before what is to come; refuses what is no state."""
+    if state is not None and not isinstance(state, ModelState):
+        expected = "a ModelState, as `model.init_state` and every step give, or None"
+        raise InvalidArgument(f"state: expected {expected}, got {type(state).__name__}")
+    return state is not None and state.length > 0
 
 
 def generate(
@@ -119,9 +137,8 @@ def generate(
         InvalidArgument: an option out of its range, or a prompt that is empty or longer than the model's context.
     """
     sampling = Sampling(temp, top_k, top_p, min_p)
-    if max_tokens < 1:
-        raise InvalidArgument(f"max_tokens: expected at least 1, got {max_tokens}")
-    tokens = prompt_tokens(model, prompt, continued=state is not None and state.length > 0)
+    whole_number(max_tokens, "max_tokens", 1)
+    tokens = prompt_tokens(model, prompt, continued=continues(state))
     if not tokens:
         raise InvalidArgument("prompt: expected at least one token, got none")
     return _steps(model, tokens, max_tokens, sampling, key, state, ignore_eos)

@@ -8,7 +8,10 @@ import this module and give `simple_evaluate` a `PyferrumLM`.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any
@@ -37,6 +40,8 @@ except ImportError as error:
     ) from error
 
 logger = logging.getLogger("pyferrum")
+END_OF_MESSAGE = "⟦end of message⟧"
+"""Marks in a rendered conversation where the text of its last message ends."""
 GENERATION_BATCH = 16
 """Requests that generate together where the batch size is left to us."""
 
@@ -121,11 +126,12 @@ class PyferrumLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
         """The conversation as text. Without a generation prompt it ends with the last message, to be continued."""
-        text: str = self.tokenizer.apply_chat_template(chat_history, add_generation_prompt=add_generation_prompt)
         if add_generation_prompt:
-            return text
-        last = chat_history[-1]["content"].strip()
-        return text[: text.rindex(last) + len(last)]
+            return self.tokenizer.apply_chat_template(chat_history)
+        *before, last = chat_history
+        marked = {**last, "content": last["content"].rstrip() + END_OF_MESSAGE}
+        text = self.tokenizer.apply_chat_template([*before, marked], add_generation_prompt=False)
+        return text[: text.rindex(END_OF_MESSAGE)]
 
     # ---- Log-likelihood
 
@@ -188,7 +194,8 @@ class PyferrumLM(TemplateLM):
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Continuations up to a stop sequence, an end of text or the task's bound; stop sequences are cut off."""
-        jobs = [_Job(self, index, *request.args) for index, request in enumerate(requests)]
+        keys = self._draw_keys(requests)
+        jobs = [_Job(self, index, keys[index], *request.args) for index, request in enumerate(requests)]
         order = sorted(range(len(jobs)), key=lambda i: jobs[i].tokens)
         size = self.batch_size or GENERATION_BATCH
         prefixes = Prefixes(self.model)
@@ -201,6 +208,17 @@ class PyferrumLM(TemplateLM):
                     self.cache_hook.add_partial("generate_until", requests[job.index].args, job.text)
                     bar.update()
         return [job.text for job in jobs]
+
+    def _draw_keys(self, requests: Sequence[Any]) -> list[random.Key]:
+        """Of what each request asks for, and of how many before it ask the same: nothing else changes what is drawn."""
+        before = Counter[str]()
+        keys = []
+        for request in requests:
+            asked = json.dumps(request.args, sort_keys=True, default=str)
+            digest = hashlib.sha256(json.dumps([*self._key, before[asked], asked]).encode()).digest()
+            keys.append(random.Key(int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:16], "big")))
+            before[asked] += 1
+        return keys
 
     def _run(self, batch: list[_Job]) -> Iterator[_Job]:
         """Jobs as they end. Those of a batch take each step together."""
@@ -231,7 +249,7 @@ class PyferrumLM(TemplateLM):
 class _Job:
     """One request to generate, as it goes."""
 
-    def __init__(self, lm: PyferrumLM, index: int, context: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, lm: PyferrumLM, index: int, key: random.Key, context: str, options: Mapping[str, Any]) -> None:
         options = dict(normalize_gen_kwargs(dict(options), lm.max_gen_toks))
         self.stops = [stop for stop in options.pop("until") if stop]
         self.left = int(options.pop("max_gen_toks"))
@@ -249,8 +267,9 @@ class _Job:
         self.text = ""
         self._ends = lm.tokenizer.eos_token_ids
         self._stream = lm.tokenizer.stream(skip_special=True)
-        # By the request's number, so that neither batches nor other requests change what is drawn.
-        self._key = random.Key(lm._key.high, lm._key.low ^ (index + 1) << 32)
+        # A stop sequence may be a special token, or hold one, which is not in `text`.
+        self._marked, self._marked_stream = "", lm.tokenizer.stream()
+        self._key = key
 
     def step(self, row: np.ndarray[Any, Any]) -> bool:
         """Take a token from its logits; whether there is more to come."""
@@ -260,6 +279,8 @@ class _Job:
         ended = self.pending in self._ends or self.left == 0
         if self.pending not in self._ends:
             self.text += self._stream.push(self.pending)
+            self._marked += self._marked_stream.push(self.pending)
+        ended = ended or any(stop in self._marked for stop in self.stops)
         if ended:
             self.text += self._stream.flush()
         found = [at for at in (self.text.find(stop) for stop in self.stops) if at >= 0]

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from pyferrum._check import whole_number
 from pyferrum.array import Array
 from pyferrum.errors import InvalidArgument
 from pyferrum.models.model_state import ModelState
@@ -74,6 +75,7 @@ def nll_strip(
         vmax: nats of the darkest ground; None for the largest there is.
         ax: where to draw; None for a new figure.
     """
+    whole_number(columns, "columns", 1)
     losses = np.asarray(nlls, np.float64)
     if losses.shape != (len(pieces),) or not len(pieces):
         raise InvalidArgument(f"nlls: expected one number for each of {len(pieces)} pieces, got {list(losses.shape)}")

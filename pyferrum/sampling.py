@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from pyferrum._check import whole_number
 from pyferrum.errors import InvalidArgument
 
 Float64 = np.ndarray[Any, np.dtype[np.float64]]
@@ -28,8 +29,7 @@ class Sampling:
     def __post_init__(self) -> None:
         if not self.temp >= 0 or not np.isfinite(self.temp):
             raise InvalidArgument(f"temp: expected a number >= 0, got {self.temp}")
-        if self.top_k < 0:
-            raise InvalidArgument(f"top_k: expected a number >= 0, got {self.top_k}")
+        whole_number(self.top_k, "top_k", 0)
         if not 0 < self.top_p <= 1:
             raise InvalidArgument(f"top_p: expected 0 < top_p <= 1, got {self.top_p}")
         if not 0 <= self.min_p <= 1:
@@ -38,11 +38,13 @@ class Sampling:
     def probabilities(self, logits: np.ndarray[Any, Any]) -> Float64:
         """The distribution of the next token, float64 [vocabulary], from a row of logits."""
         x = np.asarray(logits, np.float64)
+        best = np.argmax(x)  # a NaN, if there is one
+        check_finite(x[best])
         if self.temp == 0:
             one = np.zeros(len(x))
-            one[np.argmax(x)] = 1
+            one[best] = 1
             return one
-        p = np.exp((x - x.max()) / self.temp)
+        p = np.exp((x - x[best]) / self.temp)
         p /= p.sum()
         if self.top_k or self.top_p < 1:
             order = np.argsort(-p, kind="stable")
@@ -54,6 +56,16 @@ class Sampling:
         if self.min_p:
             p = _keep(p, np.flatnonzero(p >= self.min_p * p.max()))
         return p
+
+
+def check_finite(numbers: Any) -> None:
+    """Refuse what a model whose logits are no numbers gives: NaN or infinity among the largest of them, or scores."""
+    if not np.isfinite(numbers).all():
+        found = np.ravel(numbers)
+        raise InvalidArgument(
+            f"logits: expected finite numbers from the model, got {found[~np.isfinite(found)][0]}; its weights may be "
+            f"damaged, or too large for its dtype"
+        )
 
 
 def _keep(p: Float64, indices: np.ndarray[Any, Any]) -> Float64:

@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from pyferrum._check import whole_number
 from pyferrum.checkpoint import Tokenizer
 from pyferrum.errors import InvalidArgument
-from pyferrum.generate import Prompt, prompt_text, prompt_tokens, token_ids
+from pyferrum.generate import Prompt, continues, prompt_text, prompt_tokens, token_ids
 from pyferrum.models.model import Model
 from pyferrum.models.model_state import ModelState
 from pyferrum.ops import argmax, cross_entropy
+from pyferrum.sampling import check_finite
 
 ROWS = 512
 """Tokens that go through the layers, and rows of logits that are held, at a time."""
@@ -71,7 +73,7 @@ def score(
     """
     if isinstance(continuations, str):
         raise InvalidArgument("continuations: expected a list of texts or of token ids, got one text")
-    before = state is not None and state.length > 0
+    before = continues(state)
     text, ids = prompt_text(model, prompt), prompt_tokens(model, prompt, continued=before)
     groups: dict[tuple[int, ...], list[int]] = {}
     scored: list[list[int]] = []
@@ -110,8 +112,8 @@ def score_tokens(
     batch_size: int | None = None,
 ) -> list[Score]:
     """`score` for token ids that fit: at least one of context, and at least one in each continuation."""
-    if batch_size is not None and batch_size < 1:
-        raise InvalidArgument(f"batch_size: expected at least 1, got {batch_size}")
+    if batch_size is not None:
+        whole_number(batch_size, "batch_size", 1)
     if not continuations:
         return []
     losses: list[list[Any]] = [[] for _ in continuations]
@@ -132,6 +134,7 @@ def score_tokens(
     results = []
     for tokens, parts, is_greedy in zip(continuations, losses, greedy, strict=True):
         logprobs = -np.concatenate(parts)
+        check_finite(logprobs)
         results.append(Score(float(logprobs.sum(dtype=np.float64)), logprobs, is_greedy, tuple(map(int, tokens))))
     return results
 

@@ -3,7 +3,8 @@ have said is what comes out.
 
 Greedy output is plain greedy output, token for token: the target's logits do not depend, in any bit, on how many rows
 share a call (docs/numerics.md). Sampled output follows the target's distribution (Leviathan et al. 2023, Chen et al.
-2023). States are immutable, so rolling back is keeping an earlier one.
+2023), but is another draw from it than plain decoding's with the same key: it depends on the drafter and on how tokens
+fall into blocks. States are immutable, so rolling back is keeping an earlier one.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from typing import Any
 import numpy as np
 
 from pyferrum import _random as random
+from pyferrum._check import whole_number
 from pyferrum.dflash2 import MAX_LANES, MAX_ROWS
 from pyferrum.errors import InvalidArgument
 from pyferrum.generate import GenerationResponse, Prompt, generate, peak_memory, prompt_tokens
-from pyferrum.models.draft import Drafter, Proposal
+from pyferrum.models.draft import NO_PROPOSAL, Drafter, Proposal
 from pyferrum.models.model import PREFILL_CHUNK, Model
 from pyferrum.models.model_state import ModelState
-from pyferrum.sampling import Sampling, log_softmax
+from pyferrum.sampling import Sampling, check_finite, log_softmax
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def speculative_generate(
         max_tokens: how many to generate at most.
         temp: temperature; 0 takes the most probable token.
         top_p, top_k, min_p: of the target's distribution, as in `generate`.
-        key: of the draws, or a seed.
+        key: of the draws, or a seed. The same key gives the same text for the same drafter, `block` and `max_tokens`.
         ignore_eos: go on after an end-of-sequence token.
         chunk: prompt tokens of a pass through the layers; changes no bit.
 
@@ -127,6 +129,9 @@ def speculative_generate_batch(
 ) -> Iterator[SpeculativeResponse]:
     """Continue up to four prompts together; arguments as in `speculative_generate`.
 
+    A lane has a key of its own, which `key` and its place in the list give. So what it says does not depend on the
+    other lanes, unless the drafter lets them matter, and the first says what `speculative_generate` does.
+
     Yields:
         A SpeculativeResponse per token; `lane` says of which prompt. A lane's tokens come in order.
     """
@@ -134,28 +139,26 @@ def speculative_generate_batch(
     if not isinstance(drafter, Drafter):
         raise InvalidArgument(f"drafter: expected a Drafter, as `load_draft` makes one, got {type(drafter).__name__}")
     rows = min(drafter.block_size, MAX_ROWS) if block is None else block
-    if not 2 <= rows <= MAX_ROWS:
-        raise InvalidArgument(f"block: expected 2…{MAX_ROWS}, got {rows}")
+    whole_number(rows, "block", 2, MAX_ROWS)
     if not isinstance(prompts, (list, tuple)) or not 1 <= len(prompts) <= MAX_LANES:
         got = len(prompts) if isinstance(prompts, (list, tuple)) else type(prompts).__name__
         raise InvalidArgument(f"prompts: expected a list of 1…{MAX_LANES} of them, got {got}")
-    if max_tokens < 1:
-        raise InvalidArgument(f"max_tokens: expected at least 1, got {max_tokens}")
-    if chunk < 1:
-        raise InvalidArgument(f"chunk: expected at least 1, got {chunk}")
+    whole_number(max_tokens, "max_tokens", 1)
+    whole_number(chunk, "chunk", 1)
     encoded = [prompt_tokens(model, prompt) for prompt in prompts]
     if not all(encoded):
         raise InvalidArgument("prompt: expected at least one token, got none")
-    keys = random.split(random.as_key(key), len(encoded) + 1)
+    keys = random.split(random.as_key(key), len(encoded))
     ends = frozenset() if ignore_eos else model.tokenizer.eos_token_ids
-    decoding = _Decoding(model, drafter, sampling, rows, max_tokens, ends, keys[-1])
-    return decoding.run(encoded, keys[:-1], chunk)
+    decoding = _Decoding(model, drafter, sampling, rows, max_tokens, ends)
+    return decoding.run(encoded, keys, chunk)
 
 
 def plain_tps(model: Model, state: ModelState, token: int, *, tokens: int = 16, **sampling: Any) -> float:
-    """Tokens per second of plain decoding from a step of a run, to put beside its `generation_tps`.
+    """Tokens per second of plain decoding from a step of a run, a pass of the model for each.
 
-    States are immutable, so this takes nothing from the run.
+    States are immutable, so this takes nothing from the run. Beside its `generation_tps`, mind that a run's first token
+    comes with the prompt, in no time.
 
     Args:
         model: the target.
@@ -168,9 +171,10 @@ def plain_tps(model: Model, state: ModelState, token: int, *, tokens: int = 16, 
         InvalidArgument: `tokens` is less than 1, or the model's context has no room behind the state.
     """
     count = min(tokens, model.config.attention.maximum_context_tokens - state.length)
-    start = time.perf_counter()
-    for _ in generate(model, [token], state=state, max_tokens=count, ignore_eos=True, **sampling):
-        pass
+    for most in (min(1, count), count):  # the first one warms up: it may have the model's programs to record
+        start = time.perf_counter()
+        for _ in generate(model, [token], state=state, max_tokens=most, ignore_eos=True, **sampling):
+            pass
     return count / (time.perf_counter() - start)
 
 
@@ -183,10 +187,9 @@ class _Decoding:
         block: int,
         max_tokens: int,
         ends: frozenset[int],
-        draft_key: random.Key,
     ) -> None:
         self.model, self.drafter, self.sampling = model, drafter, sampling
-        self.block, self.max_tokens, self.ends, self.draft_key = block, max_tokens, ends, draft_key
+        self.block, self.max_tokens, self.ends = block, max_tokens, ends
 
     def run(self, prompts: list[list[int]], keys: Sequence[random.Key], chunk: int) -> Iterator[SpeculativeResponse]:
         context = self.drafter.init_state(len(prompts))
@@ -199,13 +202,10 @@ class _Decoding:
             token = random.categorical(use, self.sampling.probabilities(row))
             yield self._emit(lane, index, token, row, lane.state, 0, 0, False)
         while active := [i for i, lane in enumerate(lanes) if lane.finish is None]:
-            # Drafts past the last token that is wanted, or past the context's end, are for nothing.
-            left = max(self.max_tokens - lanes[i].count for i in active)
-            room = self.model.config.attention.maximum_context_tokens - max(lanes[i].state.length for i in active)
-            rows = max(min(self.block, left, room), 1)
+            rows = [self._rows(lane) for lane in lanes]
             drafts = self._draft(context, lanes, rows)
             for i in active:
-                self._check(drafts[i], rows - 1, i)
+                self._check(drafts[i], rows[i] - 1, i)
             blocks = [[lanes[i].anchor, *drafts[i].tokens] for i in active]
             verified, scores, features = self._verify([lanes[i].state for i in active], blocks)
             taken: list[tuple[list[int], np.ndarray[Any, Any]]] = [([], features[0][:0]) for _ in lanes]
@@ -214,11 +214,11 @@ class _Decoding:
                 accepted, bonus = self._accept(lane, drafts[i], scores[at])
                 if accepted + 1 > verified[at].length - start:
                     raise AssertionError("more tokens accepted than were verified")
-                if rows > 1:
+                if rows[i] > 1:
                     lane.histogram[accepted] += 1
                 for j, token in enumerate([*drafts[i].tokens[:accepted], bonus]):
                     state = verified[at].truncate(start + j + 1)
-                    yield self._emit(lane, i, token, scores[at][j], state, rows - 1, accepted, j < accepted)
+                    yield self._emit(lane, i, token, scores[at][j], state, rows[i] - 1, accepted, j < accepted)
                     lane.state = state
                     if lane.finish is not None:
                         break
@@ -240,11 +240,21 @@ class _Decoding:
         lane.started = time.perf_counter()
         return np.asarray(logits)[0], context
 
-    def _draft(self, context: Any, lanes: list[_Lane], rows: int) -> list[Proposal]:
-        if rows == 1:
-            return [Proposal([], np.zeros((0, 1), int), np.zeros((0, 1)))] * len(lanes)
-        self.draft_key, use = random.split(self.draft_key)
-        return self.drafter.propose(context, [lane.anchor for lane in lanes], rows, self.sampling.temp, use)
+    def _rows(self, lane: _Lane) -> int:
+        """Of a lane's next block: none behind the last token that is wanted, or past the context's end."""
+        if lane.finish is not None:
+            return 1
+        room = self.model.config.attention.maximum_context_tokens - lane.state.length
+        return min(self.block, self.max_tokens - lane.count, room)
+
+    def _draft(self, context: Any, lanes: list[_Lane], rows: list[int]) -> list[Proposal]:
+        keys = []
+        for lane in lanes:  # whether or not it is drafted for, so that this does not depend on the others
+            lane.key, use = random.split(lane.key)
+            keys.append(use)
+        if max(rows) == 1:
+            return [NO_PROPOSAL] * len(lanes)
+        return self.drafter.propose(context, [lane.anchor for lane in lanes], rows, self.sampling.temp, keys)
 
     def _check(self, draft: Proposal, count: int, lane: int) -> None:
         """That a proposal is one: `_accept` follows the target's distribution only if a draft was drawn as it says."""
@@ -256,6 +266,11 @@ class _Decoding:
         if self.sampling.temp == 0 or count == 0:
             return
         candidates, probabilities = np.asarray(draft.candidates), np.asarray(draft.probabilities, np.float64)
+        if candidates.shape != probabilities.shape or not 0 <= candidates.min() <= candidates.max() < vocabulary:
+            raise InvalidArgument(
+                f"drafter: expected candidates of 0…{vocabulary - 1} for lane {lane}, each with its probability, got "
+                f"{candidates} with {probabilities}"
+            )
         drawn = np.where(candidates == tokens[:, None], probabilities, 0).sum(axis=1)
         if (
             not (probabilities >= 0).all()
@@ -280,14 +295,15 @@ class _Decoding:
         """How many drafts stand, and the token behind them (Leviathan et al. 2023)."""
         if self.sampling.temp == 0:
             best = scores.argmax(axis=1)
+            check_finite(scores.max(axis=1))
             accepted = next((i for i, d in enumerate(draft.tokens) if d != best[i]), len(draft.tokens))
             return accepted, int(best[accepted])
         lane.key, accept_key, draw_key = random.split(lane.key, 3)
         uniforms = random.uniform(accept_key, (len(scores),))
         for i, token in enumerate(draft.tokens):
             p = self.sampling.probabilities(scores[i])
-            q = np.zeros_like(p)
-            q[draft.candidates[i]] = draft.probabilities[i]
+            # A candidate may be listed twice: its probabilities add up, here as in `_check`.
+            q = np.bincount(draft.candidates[i], draft.probabilities[i], len(p))
             if uniforms[i] * q[token] >= p[token]:
                 rest = np.maximum(p - q, 0)
                 return i, random.categorical(draw_key, rest if rest.sum() > 0 else p)

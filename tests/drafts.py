@@ -15,6 +15,7 @@ import numpy as np
 import pyferrum as pf
 from pyferrum.checkpoint.safetensors import save_safetensors
 from pyferrum.models import dflash, dflash_files
+from pyferrum.models.draft import NO_PROPOSAL
 from pyferrum.sampling import Sampling
 
 PUBLISHED: dict[str, Any] = {
@@ -165,15 +166,14 @@ class Scripted:
         return tuple(n + len(t) for n, t in zip(state, tokens, strict=True))
 
     def propose(
-        self, state: tuple[int, ...], anchors: Any, rows: int, temperature: float, key: Any
+        self, state: tuple[int, ...], anchors: Any, rows: Sequence[int], temperature: float, keys: Any
     ) -> list[pf.Proposal]:
         result = []
-        for lane, length in enumerate(state):
+        for lane, (length, count) in enumerate(zip(state, rows, strict=True)):
             start = length - self.prompts[lane] + 1
-            tokens = (
-                np.array([*self.continuations[lane][start : start + rows - 1], *[0] * rows])[: rows - 1] ^ self.wrong
-            )
-            result.append(pf.Proposal(tokens.tolist(), tokens[:, None], np.ones((rows - 1, 1))))
+            known = self.continuations[lane][start : start + count - 1]
+            tokens = np.array([*known, *[0] * count])[: count - 1] ^ self.wrong
+            result.append(pf.Proposal(tokens.tolist(), tokens[:, None], np.ones((count - 1, 1))))
         return result
 
 
@@ -192,17 +192,23 @@ class Itself:
     def extend(self, state: Any, tokens: Any, features: Any) -> Any:
         return tuple((*old, *new) for old, new in zip(state, tokens, strict=True))
 
-    def propose(self, state: Any, anchors: Any, rows: int, temperature: float, key: Any) -> list[pf.Proposal]:
+    def propose(
+        self, state: Any, anchors: Any, rows: Sequence[int], temperature: float, keys: Any
+    ) -> list[pf.Proposal]:
         result = []
         sampling = Sampling(temperature)
-        for tokens, anchor, use in zip(state, anchors, pf.random.split(key, len(state)), strict=True):
+        for tokens, anchor, count, key in zip(state, anchors, rows, keys, strict=True):
+            if count == 1:
+                result.append(NO_PROPOSAL)
+                continue
             at, logits = self.model.forward(self.model.init_state(), [*tokens, anchor], last_only=True)
             chosen, q = [], []
-            for draw in pf.random.split(use, rows - 1):
+            for draw in pf.random.split(key, count - 1):
                 q.append(sampling.probabilities(np.asarray(logits)[0]))
                 chosen.append(pf.random.categorical(draw, q[-1]))
-                at, logits = self.model.forward(at, chosen[-1:], last_only=True)
-            result.append(pf.Proposal(chosen, np.tile(np.arange(len(q[0])), (rows - 1, 1)), np.array(q)))
+                if len(chosen) < count - 1:
+                    at, logits = self.model.forward(at, chosen[-1:], last_only=True)
+            result.append(pf.Proposal(chosen, np.tile(np.arange(len(q[0])), (count - 1, 1)), np.array(q)))
         return result
 
 
@@ -250,13 +256,15 @@ class ChainDrafter:
     def extend(self, state: None, tokens: Any, features: Any) -> None:
         return None
 
-    def propose(self, state: None, anchors: Any, rows: int, temperature: float, key: Any) -> list[pf.Proposal]:
+    def propose(
+        self, state: None, anchors: Any, rows: Sequence[int], temperature: float, keys: Any
+    ) -> list[pf.Proposal]:
         result = []
-        for token, uniforms in zip(anchors, pf.random.uniform(key, (len(anchors), rows - 1)), strict=True):
+        for token, count, key in zip(anchors, rows, keys, strict=True):
             tokens, q = [], []
-            for u in uniforms:
+            for u in pf.random.uniform(key, (count - 1,)):
                 q.append(self.q[token])
                 token = min(int(np.searchsorted(np.cumsum(q[-1]), u, side="right")), 3)
                 tokens.append(token)
-            result.append(pf.Proposal(tokens, np.tile(np.arange(4), (rows - 1, 1)), np.array(q)))
+            result.append(pf.Proposal(tokens, np.tile(np.arange(4), (count - 1, 1)), np.array(q)))
         return result

@@ -138,7 +138,7 @@ def test_load__every_spelling_gives_the_same_model(target: pf.Model, tmp_path: P
     for model in models:
         assert model.taps == (0, 1)
         state = model.extend(model.init_state(1), [[0] * 30], [features(30)])
-        results.append(model.propose(state, [5], 8, 0.0, pf.random.key(0))[0].tokens)
+        results.append(model.propose(state, [5], [8], 0.0, [pf.random.key(0)])[0].tokens)
     assert results == [results[0]] * 4
     overridden = pf.load_draft(tmp_path / "a", target, target_layers=[0, 1])
     assert overridden.taps == (0, 1)
@@ -254,7 +254,7 @@ def test_second__with_identity_convolution_and_a_zero_codebook_is_the_first(targ
     for model in (first, second):
         state = model.extend(model.init_state(2), tokens, context)
         np.testing.assert_array_equal(model.scores(state, [7, 8], 8)[1], first.scores(state, [7, 8], 8)[1])
-        proposals.append([p.tokens for p in model.propose(state, [7, 8], 8, 0.0, pf.random.key(0))])
+        proposals.append([p.tokens for p in model.propose(state, [7, 8], [8, 8], 0.0, [pf.random.key(0)] * 2)])
     assert proposals[0] == proposals[1]
 
 
@@ -269,7 +269,7 @@ def test_context__in_pieces_is_the_context_at_once(
     pieces = model.init_state(1)
     for start, stop in ((0, 1), (1, 20), (20, 83), (83, 90)):
         pieces = model.extend(pieces, [[0] * (stop - start)], [f[start:stop]])
-        model.propose(pieces, [5], 8, 0.0, pf.random.key(0))
+        model.propose(pieces, [5], [8], 0.0, [pf.random.key(0)])
     assert once.lengths == pieces.lengths == (90,)
     a, b = (np.asarray(model.scores(state, [5], 8)[1]) for state in (once, pieces))
     np.testing.assert_array_equal(a, b)

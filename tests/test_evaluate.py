@@ -266,9 +266,32 @@ def test_result__file_is_the_same_for_the_same_measurement(small: pf.Model, tmp_
     np.testing.assert_array_equal(np.float32(value["token_nlls"]), result.token_nlls)
     assert value["perplexity"] == result.perplexity
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a", "b"]
-    (tmp_path / "c").write_text("{}")
-    with pytest.raises(pf.InvalidArgument, match="not a result"):
-        read_result(tmp_path / "c")
+    for damaged in ("{}", "[]", '{"kind": []}', '{"kind": "perplexity"}', '{"kind": "tasks", "tasks": 3}'):
+        (tmp_path / "c").write_text(damaged)
+        with pytest.raises(pf.InvalidArgument, match="not a result"):
+            read_result(tmp_path / "c")
+
+
+def test_result__file_is_json_whatever_was_measured(small: pf.Model, tmp_path: Path) -> None:
+    """JSON has no infinity: one long word of a random model has such a perplexity."""
+    result = evaluate(small, "x" * 600)
+    assert result.word_perplexity == float("inf")
+    result.save(tmp_path / "a")
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    value = json.loads((tmp_path / "a").read_text(), parse_constant=refuse)
+    assert value["word_perplexity"] is None and value["perplexity"] == result.perplexity
+    names = [difference.name for difference in compare(read_result(tmp_path / "a"), result).differences]
+    assert names == ["mean_nll", "perplexity", "byte_perplexity", "bits_per_byte"]
+
+
+def test_result__one_token_has_no_standard_error(small: pf.Model) -> None:
+    one = evaluate(small, "a")
+    assert one.scored_tokens == 1 and one.standard_error is None
+    for a, b in ((one, one), (one.to_dict(), evaluate(small, TEXT).to_dict())):
+        assert compare(a, b).differences[0].standard_error is None
 
 
 def test_model_sha256__is_of_the_files(tmp_path: Path) -> None:

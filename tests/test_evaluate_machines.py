@@ -203,6 +203,10 @@ def test_checkpoint__is_of_one_measurement(small: pf.Model, tmp_path: Path) -> N
     file.write_bytes(before.replace(b'"greedy"', b'greedy"', 1))
     with pytest.raises(pf.InvalidArgument, match=r"line 2 of .* is damaged"):
         evaluate(small, TEXT, window=256, checkpoint=file)
+    for old, new in ((b'"nlls": ["', b'"nlls": ["?'), (b'"greedy"', b'"other"'), (b'"unit": 0', b'"unit": 999')):
+        file.write_bytes(before.replace(old, new, 1))
+        with pytest.raises(pf.InvalidArgument, match=r"checkpoint: .* is damaged"):
+            evaluate(small, TEXT, window=256, checkpoint=file)
 
 
 def test_checkpoint__is_used_by_one_evaluation_at_a_time(small: pf.Model, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import pyferrum as pf
 from pyferrum.sampling import Sampling, log_softmax
 from tests import tiny
+from tests.drafts import Itself
 
 PROMPT = "The capital of France is"
 
@@ -69,11 +70,17 @@ def test_generate__refuses_bad_options_before_it_runs(model: pf.Model) -> None:
         ({"top_p": 0.0}, "top_p"),
         ({"top_k": -1}, "top_k"),
         ({"min_p": 2.0}, "min_p"),
+        ({"max_tokens": 1.5}, "max_tokens: expected a whole number, got 1.5"),
+        ({"top_k": 2.5}, "top_k: expected a whole number, got 2.5"),
+        ({"state": "a"}, "state: expected a ModelState, .* got str"),
     ):
         with pytest.raises(pf.InvalidArgument, match=message):
             pf.generate(model, PROMPT, **options)
     with pytest.raises(pf.InvalidArgument, match="prompt"):
         pf.generate(model, [])
+    for prompt in ("caf\udce9", [{"role": "user", "content": "caf\udce9"}]):
+        with pytest.raises(pf.InvalidArgument, match="prompt: expected text that can be written in UTF-8"):
+            pf.generate(model, prompt)
 
 
 def test_sampling__keeps_what_each_option_says() -> None:
@@ -137,6 +144,22 @@ def test_prompt__takes_text_messages_or_integers_and_nothing_else(model: pf.Mode
     assert [s.token for s in pf.generate(model, np.array([1, 2]), max_tokens=2)] == [
         s.token for s in pf.generate(model, [1, 2], max_tokens=2)
     ]
+
+
+def test_generate__a_model_of_nan_is_refused(tmp_path: Path) -> None:
+    weights = tiny.tensors()
+    weights["model.norm.weight"][0] = np.nan
+    model = pf.load(tiny.write_tiny(tmp_path, weights=weights))
+    for call in (
+        lambda: list(pf.generate(model, [5])),
+        lambda: list(pf.generate(model, [5], temp=1.0)),
+        lambda: list(pf.speculative_generate(model, Itself(model), [5])),
+        lambda: pf.beam_search(model, [5]),
+        lambda: pf.score(model, [5], [[6, 7]]),
+        lambda: pf.evaluate.perplexity(model, "abc"),
+    ):
+        with pytest.raises(pf.InvalidArgument, match="logits: expected finite numbers from the model, got nan"):
+            call()
 
 
 def test_generate__ends_where_the_context_does(tmp_path: Path) -> None:

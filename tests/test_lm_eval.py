@@ -257,13 +257,35 @@ def test_generation__is_greedy_and_ends_at_stop_sequences(small: pf.Model) -> No
         assert text == whole[: min([whole.find(stop) for stop in stops if stop in whole], default=24)]
 
 
-def test_generation__samples_by_the_requests_number(small: pf.Model) -> None:
+def test_generation__stops_at_special_tokens(tmp_path: Path) -> None:
+    """As the harness's Hugging Face backend does, though they are not in the text."""
+    weights = tiny.tensors()
+    weights["lm_head.weight"][tiny.BOS] *= 3
+    model = pf.load(tiny.write_tiny(tmp_path, weights=weights))
+    tokens = [step.token for step in pf.generate(model, TEXT, max_tokens=24, ignore_eos=True)]
+    first = tokens.index(tiny.BOS)
+    assert first > 0 and tiny.EOS not in tokens
+    whole = "".join(model.tokenizer.decode([token], skip_special=True) for token in tokens)
+    for until, expected in (([], whole), (["<s>"], whole[:first]), ([whole[first - 1] + "<s>"], whole[:first])):
+        (text,) = PyferrumLM(model).generate_until(
+            requests("generate_until", (TEXT, {"until": until, "max_gen_toks": 24})), disable_tqdm=True
+        )
+        assert text == expected
+
+
+def test_generation__samples_by_the_request_itself(small: pf.Model) -> None:
     options = {"until": [], "max_gen_toks": 8, "do_sample": True, "temperature": 1.5, "top_k": 20}
     twice = requests("generate_until", (TEXT, options), (TEXT, options))
     texts = PyferrumLM(small).generate_until(twice, disable_tqdm=True)
     assert texts[0] != texts[1]
     assert PyferrumLM(small).generate_until(twice, disable_tqdm=True) == texts
     assert PyferrumLM(small, seed=1).generate_until(twice, disable_tqdm=True) != texts
+    # Other requests in front of them, behind them or in place of them change nothing; other arguments do.
+    other, warmer = (TEXT[:9], options), (TEXT, {**options, "temperature": 1.6})
+    mixed = requests("generate_until", other, (TEXT, options), warmer, (TEXT, options))
+    found = PyferrumLM(small).generate_until(mixed, disable_tqdm=True)
+    assert found[1::2] == texts and found[2] not in texts
+    assert PyferrumLM(small).generate_until(mixed[2:], disable_tqdm=True) == [found[2], texts[0]]
     with pytest.raises(pf.UnsupportedError, match="generation_kwargs: num_beams is not built"):
         PyferrumLM(small).generate_until(requests("generate_until", (TEXT, {"num_beams": 4})), disable_tqdm=True)
 
@@ -273,6 +295,9 @@ def test_chat__continues_the_last_message_without_a_generation_prompt(small: pf.
     lm = PyferrumLM(small)
     assert lm.apply_chat_template(messages, add_generation_prompt=False).endswith("[assistant]It is")
     assert lm.apply_chat_template(messages[:1]).endswith("[assistant]")
+    for text in ("s", "[assistant]", ""):  # which the template writes itself, behind the message or before it
+        ending = lm.apply_chat_template([messages[0], {"role": "user", "content": text}], add_generation_prompt=False)
+        assert ending == f"<s>[user]Hello</s>[user]{text}"
     assert lm.chat_template(True) == tiny.TEMPLATE
 
 

@@ -99,6 +99,8 @@ def test_nll_strip__darker_is_more_surprising_and_text_fits_its_cell() -> None:
         assert text.get_window_extent().height <= patch.get_window_extent().height
     with pytest.raises(pf.InvalidArgument, match="nlls: expected one number for each of 2 pieces"):
         plot.nll_strip(["a", "b"], [1.0])
+    with pytest.raises(pf.InvalidArgument, match="columns: expected at least 1, got 0"):
+        plot.nll_strip(["a"], [1.0], columns=0)
 
 
 # ---- Attention

@@ -164,12 +164,12 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def propose(self, state: Any, anchors: Any, rows: int, *rest: Any) -> list[Proposal]:
+    def propose(self, state: Any, anchors: Any, rows: list[int], *rest: Any) -> list[Proposal]:
         self.seen.append((state, anchors[0]))
         own = self.model.propose(state, anchors, rows, *rest)[0]
         right = self.script.propose((state.lengths[0],), anchors, rows, *rest)[0].tokens  # type: ignore[attr-defined]
         # Right for a while, then its own: every number of accepted drafts comes up.
-        tokens = [*right[: len(self.seen) % rows], *own.tokens[len(self.seen) % rows :]]
+        tokens = [*right[: len(self.seen) % rows[0]], *own.tokens[len(self.seen) % rows[0] :]]
         return [Proposal(tokens, np.array(tokens)[:, None], np.ones((len(tokens), 1)))]
 
 
@@ -211,7 +211,12 @@ def test_a_drafter_that_is_the_target__is_accepted_in_full(target: pf.Model, tem
     assert all(s.accepted == s.drafted for s in steps)
 
 
-def test_accept__the_worked_example() -> None:
+@pytest.mark.parametrize(
+    ("candidates", "probabilities"),
+    [(range(4), [0.2, 0.7, 0.1, 0.0]), ([1, 0, 1, 2, 1], [0.3, 0.2, 0.1, 0.1, 0.3])],
+    ids=["each once", "one three times"],
+)
+def test_accept__the_worked_example(candidates: Any, probabilities: list[float]) -> None:
     """p = (.5, .3, .2), q = (.2, .7, .1): accepted 0.6 of the time, and the residual is (.75, 0, .25) (FACTS C.6)."""
     p, q = np.array([0.5, 0.3, 0.2, 0.0]), np.array([0.2, 0.7, 0.1, 0.0])
     decoding = _Decoding.__new__(_Decoding)
@@ -221,7 +226,7 @@ def test_accept__the_worked_example() -> None:
     lane: Any = SimpleNamespace(key=pf.random.key(1))
     counts, refused, accepted = np.zeros(4), np.zeros(4), 0
     for token in np.random.default_rng(0).choice(4, draws, p=q):
-        draft = Proposal([int(token)], np.arange(4)[None], q[None])
+        draft = Proposal([int(token)], np.array(candidates)[None], np.array(probabilities)[None])
         n, bonus = decoding._accept(lane, draft, np.array([p, p]))
         accepted += n
         counts[token if n else bonus] += 1
@@ -305,6 +310,27 @@ def test_sampled__second_token_follows_the_target(target: pf.Model, tmp_path: Pa
     assert chi2 < kept.sum() + 5 * np.sqrt(2 * kept.sum())
 
 
+@pytest.mark.parametrize("kind", ["DFlash", "DFlash 2", "itself"])
+def test_sampled__a_lane_says_the_same_whatever_is_beside_it(target: pf.Model, tmp_path: Path, kind: str) -> None:
+    """Lanes end at other times than their neighbours; a drafter of the whole block sees the rows its lane has alone."""
+    drafter: Any = Itself(target) if kind == "itself" else drafter_for(target, tmp_path, kind == "DFlash 2")
+    prompts = [tiny.ids(text) for text in ("one", "a second prompt", "3", "the fourth of them")]
+    options: dict[str, Any] = {"temp": 1.2, "max_tokens": 30, "key": 5, "block": 6, "ignore_eos": True}
+
+    def run(count: int, **change: Any) -> list[list[int]]:
+        lanes: list[list[int]] = [[] for _ in range(count)]
+        for step in pf.speculative_generate_batch(target, drafter, prompts[:count], **options | change):
+            lanes[step.lane].append(step.token)
+        return lanes
+
+    four = run(4)
+    assert [run(1), run(2), run(3)] == [four[:1], four[:2], four[:3]]
+    assert [s.token for s in pf.speculative_generate(target, drafter, prompts[0], **options)] == four[0]
+    ending = run(4, ignore_eos=False, max_tokens=80)
+    assert len({len(lane) for lane in ending}) > 1
+    assert [run(n, ignore_eos=False, max_tokens=80)[-1] for n in (1, 2, 3)] == ending[:3]
+
+
 def test_sampled__same_key_same_text(target: pf.Model, tmp_path: Path) -> None:
     drafter = drafter_for(target, tmp_path, True)
 
@@ -336,6 +362,7 @@ def test_refusals__come_before_anything_runs(target: pf.Model) -> None:
     for options, message in (
         ({"block": 1}, "block: expected 2…16, got 1"),
         ({"block": 17}, "block: expected 2…16, got 17"),
+        ({"block": 2.5}, "block: expected a whole number, got 2.5"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"temp": -1.0}, "temp"),
         ({"chunk": 0}, "chunk"),
@@ -370,6 +397,8 @@ def test_proposals__that_cannot_be_are_refused(target: pf.Model) -> None:
         (0.0, lambda d: d._replace(tokens=d.tokens[1:]), "drafter: expected 3 tokens"),
         (1.0, lambda d: d._replace(probabilities=np.zeros_like(d.probabilities)), "drafter: expected probabilities"),
         (1.0, lambda d: d._replace(probabilities=2 * d.probabilities), "drafter: expected probabilities"),
+        (1.0, lambda d: d._replace(probabilities=d.probabilities[:, :1]), "drafter: expected candidates of 0…96"),
+        (1.0, lambda d: d._replace(candidates=d.candidates - 1), "drafter: expected candidates of 0…96 for lane 0"),
         (1.0, lambda d: d._replace(tokens=[(t + 1) % 97 for t in d.tokens], candidates=np.array(d.tokens)[:, None],
                                    probabilities=np.ones((len(d.tokens), 1))), "drafter: expected probabilities"),
     ):  # fmt: skip
@@ -384,6 +413,15 @@ def test_end__of_the_context_stops_there(tmp_path: Path) -> None:
     alone = list(pf.generate(small, [5, 6, 7], max_tokens=100, ignore_eos=True))
     assert [s.token for s in steps] == [s.token for s in alone]
     assert (steps[-1].finish_reason, steps[-1].state.length) == ("length", 16)
+    # A drafter that runs a model is not asked for a lane that is full, nor past the end of one that is nearly so.
+    for temperature in (0.0, 1.0):
+        lanes: list[list[pf.SpeculativeResponse]] = [[], []]
+        for step in pf.speculative_generate_batch(
+            small, Itself(small), [[5] * 12, [5, 6, 7]], temp=temperature, max_tokens=100, ignore_eos=True
+        ):
+            lanes[step.lane].append(step)
+        assert [lane[-1].state.length for lane in lanes] == [16, 16]
+    assert {step.drafted for step in lanes[1]} > {7}
 
 
 def test_cli__drafts_and_says_how_it_went(target: pf.Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -396,6 +434,9 @@ def test_cli__drafts_and_says_how_it_went(target: pf.Model, tmp_path: Path, caps
     assert drafted["text"] == plain["text"]
     assert sum(drafted["accepted_histogram"].values()) > 0
     assert drafted["plain_tps"] > 0 and "plain_tps" not in plain
+    # The first of the 30 tokens came with the prompt.
+    speedup = drafted["generation_tps"] * 29 / 30 / drafted["plain_tps"]
+    assert drafted["speedup"] == pytest.approx(speedup, rel=1e-12)
     assert main([*arguments[:-1], "--draft-model", str(tmp_path), "--top-k", "5", "--temp", "1"]) == 0
     err = capsys.readouterr().err
     assert "drafts accepted in each" in err and "plain decoding" in err and "times that" in err
@@ -403,10 +444,22 @@ def test_cli__drafts_and_says_how_it_went(target: pf.Model, tmp_path: Path, caps
     assert "plain decoding" not in capsys.readouterr().err
 
 
-def test_plain_tps__decodes_what_the_run_did_and_leaves_it_alone(target: pf.Model) -> None:
+def test_plain_tps__decodes_what_the_run_did_and_leaves_it_alone(
+    target: pf.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompt = tiny.ids("How fast")
     steps = list(pf.generate(target, prompt, max_tokens=10, ignore_eos=True))
-    assert plain_tps(target, steps[5].state, steps[5].token, tokens=3) > 0
+    # A clock that says how many passes there have been, of which the first one warms up.
+    passes, forward = [0.0], type(target).forward
+
+    def counted(self: pf.Model, *arguments: Any, **options: Any) -> Any:
+        passes[0] += 1 if passes[0] else 1000
+        return forward(self, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(target), "forward", counted)
+        patch.setattr("time.perf_counter", lambda: passes[0])
+        assert plain_tps(target, steps[5].state, steps[5].token, tokens=3) == 1
     assert [s.token for s in pf.generate(target, prompt, max_tokens=10, ignore_eos=True)] == [s.token for s in steps]
     room = dataclasses.replace(
         target.config, attention=dataclasses.replace(target.config.attention, maximum_context_tokens=len(prompt) + 6)

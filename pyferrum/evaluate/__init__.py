@@ -171,6 +171,10 @@ def _scores(
             measures = {**how, "windows": len(windows), "build": device_facts(model)["build"]}
             journal = stack.enter_context(Journal(checkpoint, measures))
             scored |= journal.done
+            for number, part in scored.items():
+                lengths = [len(windows[number].scored)] if number in range(len(windows)) else []
+                if [len(row) for row in part.nlls] != lengths:
+                    raise InvalidArgument(f"checkpoint: {checkpoint} is damaged: window {number} has other scores")
         units = [(i, Unit(w.context, (w.scored,))) for i, w in enumerate(windows) if i not in scored]
         disable = None if progress is None else not progress
         done = total - sum(len(windows[i].scored) for i, _ in units)

@@ -77,16 +77,19 @@ def compare(a: Evaluation | Mapping[str, Any], b: Evaluation | Mapping[str, Any]
 
 def _perplexities(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
     paired = a["scored_sha256"] == b["scored_sha256"] and "token_nlls" in a and "token_nlls" in b
+    errors = a["standard_error"], b["standard_error"]
+    error = None
     if paired:
         gaps = np.asarray(b["token_nlls"], np.float64) - np.asarray(a["token_nlls"], np.float64)
-        error = float(gaps.std()) / max(len(gaps) - 1, 1) ** 0.5
-    else:
-        error = (a["standard_error"] ** 2 + b["standard_error"] ** 2) ** 0.5
-    result = [Difference("mean_nll", a["mean_nll"], b["mean_nll"], b["mean_nll"] - a["mean_nll"], error, paired)]
-    for name in ("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte"):
-        if a[name] is not None and b[name] is not None:
-            result.append(Difference(name, a[name], b[name], b[name] - a[name], None, False))
-    return result
+        error = float(gaps.std()) / (len(gaps) - 1) ** 0.5 if len(gaps) > 1 else None
+    elif None not in errors:
+        error = sum(e**2 for e in errors) ** 0.5
+    known = {"mean_nll": (error, paired)}
+    return [
+        Difference(name, a[name], b[name], b[name] - a[name], *known.get(name, (None, False)))
+        for name in ("mean_nll", "perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
+        if a[name] is not None and b[name] is not None
+    ]
 
 
 def _tasks(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:

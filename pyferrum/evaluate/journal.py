@@ -92,8 +92,11 @@ class Journal:
         done = {}
         for number, line in enumerate(lines[1:], 2):
             entry = self._entry(line, number)
-            rows = tuple(np.frombuffer(base64.b64decode(row), "<f4").astype(np.float32) for row in entry["nlls"])
-            done[int(entry["unit"])] = Scored(rows, tuple(entry["greedy"]), entry["device"])
+            try:
+                rows = tuple(np.frombuffer(base64.b64decode(row), "<f4").astype(np.float32) for row in entry["nlls"])
+                done[int(entry["unit"])] = Scored(rows, tuple(entry["greedy"]), dict(entry["device"]))
+            except (KeyError, TypeError, ValueError) as error:
+                raise InvalidArgument(f"checkpoint: line {number} of {self._path} is damaged: {error!r}") from error
         return done
 
     def _entry(self, line: bytes, number: int) -> dict[str, Any]:

@@ -46,7 +46,8 @@ class Window:
     context: tuple[int, ...]
     scored: tuple[int, ...]
     places: tuple[tuple[int, int], ...]
-    """(document, position) of each scored token. BOS has no place and is never scored."""
+    """(document, position) of each scored token. A BOS that is put in front has no place and is never scored; one that
+    a joined document brings is scored like any token."""
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,12 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
 
+from pyferrum._show import to_json
 from pyferrum.errors import InvalidArgument
 
 OUTCOME = ("perplexity", "mean_nll", "standard_error", "word_perplexity", "byte_perplexity", "bits_per_byte")
@@ -27,8 +29,8 @@ class Evaluation:
     """exp of the mean NLL of a token."""
     mean_nll: float
     """Nats per scored token."""
-    standard_error: float
-    """Of the mean NLL, as if tokens were independent."""
+    standard_error: float | None
+    """Of the mean NLL, as if tokens were independent; None for one token."""
     word_perplexity: float | None
     """exp of all NLLs by the number of words in what was scored; None where only token ids were given."""
     byte_perplexity: float | None
@@ -77,6 +79,11 @@ class Evaluation:
         write_json(path, self.to_dict(nlls=nlls))
 
 
+_COMPARED: Mapping[str, Mapping[str, Any]] = {
+    "perplexity": {**dict.fromkeys(OUTCOME, (int, float, NoneType)), "scored_sha256": str},
+    "tasks": {"tasks": dict},
+}
+"""What a result of each kind is compared by."""
 _APART = ("token_nlls", "seconds", "tokens_per_second")
 
 
@@ -84,22 +91,23 @@ def summary(nlls: np.ndarray[Any, Any], words: int | None, nbytes: int | None) -
     """The outcome fields of an Evaluation."""
     total = float(np.sum(nlls, dtype=np.float64))
     mean = float(np.mean(nlls, dtype=np.float64))
-    spread = float(np.std(nlls, dtype=np.float64)) / max(len(nlls) - 1, 1) ** 0.5
+    spread = float(np.std(nlls, dtype=np.float64)) / (len(nlls) - 1) ** 0.5 if len(nlls) > 1 else None
     bits = total / nbytes / math.log(2) if nbytes else None
-    return {
-        "perplexity": float(np.exp(mean)),
-        "mean_nll": mean,
-        "standard_error": spread,
-        "word_perplexity": float(np.exp(total / words)) if words else None,
-        "byte_perplexity": float(np.exp(total / nbytes)) if nbytes else None,
-        "bits_per_byte": bits,
-    }
+    with np.errstate(over="ignore"):  # an unlikely text of few words has an infinite word perplexity
+        return {
+            "perplexity": float(np.exp(mean)),
+            "mean_nll": mean,
+            "standard_error": spread,
+            "word_perplexity": float(np.exp(total / words)) if words else None,
+            "byte_perplexity": float(np.exp(total / nbytes)) if nbytes else None,
+            "bits_per_byte": bits,
+        }
 
 
 def write_json(path: str | os.PathLike[str], value: Mapping[str, Any]) -> None:
-    """Replace a file by JSON, in one step. Lists of numbers go on one line each."""
+    """Replace a file by JSON, in one step. Lists of numbers go on one line each; what is not finite becomes null."""
     path = Path(path)
-    lines = [f"  {json.dumps(key)}: {json.dumps(entry)}" for key, entry in value.items()]
+    lines = [f"  {json.dumps(key)}: {to_json(entry)}" for key, entry in value.items()]
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
         try:
             file.write("{\n" + ",\n".join(lines) + "\n}\n")
@@ -122,6 +130,7 @@ def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise InvalidArgument(f"{path}: not JSON: {error}") from error
-    if not isinstance(value, dict) or value.get("kind") not in ("perplexity", "tasks"):
-        raise InvalidArgument(f"{path}: not a result that `pyferrum eval --output` wrote")
-    return value
+    wanted = _COMPARED.get(str(value.get("kind"))) if isinstance(value, dict) else None
+    if wanted is None or not all(isinstance(value.get(name, ...), kinds) for name, kinds in wanted.items()):
+        raise InvalidArgument(f"{path}: not a result that `pyferrum eval --output` wrote, or damaged")
+    return dict(value)

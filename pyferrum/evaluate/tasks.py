@@ -45,9 +45,13 @@ def evaluate_tasks(
         Standard errors of metrics that are no means are from 1,000 resamplings, with the harness's own seeds.
 
     Raises:
-        InvalidArgument: no task of that name.
+        InvalidArgument: no task of that name, or a `num_fewshot` or `limit` out of its range.
         UnsupportedError: the extra is not installed.
     """
+    if num_fewshot is not None and num_fewshot < 0:
+        raise InvalidArgument(f"num_fewshot: expected at least 0, got {num_fewshot}")
+    if limit is not None and not (0 < limit < 1 or (limit >= 1 and limit % 1 == 0)):
+        raise InvalidArgument(f"limit: expected a whole number of documents, or a fraction of them, got {limit}")
     try:
         import lm_eval
         from lm_eval.tasks import TaskManager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -28,9 +28,12 @@ class Proposal(NamedTuple):
 
     tokens: list[int]
     candidates: np.ndarray[Any, Any]
-    """[tokens, k]: what each token was chosen from."""
+    """[tokens, k]: what each token was chosen from; the probabilities of one that is there twice add up."""
     probabilities: np.ndarray[Any, Any]
     """[tokens, k]: with which probability each candidate was drawn; rows sum to 1, and no token's own is 0."""
+
+
+NO_PROPOSAL = Proposal([], np.zeros((0, 1), int), np.zeros((0, 1)))
 
 
 @runtime_checkable
@@ -52,9 +55,13 @@ class Drafter(Protocol):
         """With new tokens of each lane as context, and the target's taps of them [tokens, taps * hidden]."""
 
     def propose(
-        self, state: Any, anchors: Sequence[int], rows: int, temperature: float, key: random.Key
+        self, state: Any, anchors: Sequence[int], rows: Sequence[int], temperature: float, keys: Sequence[random.Key]
     ) -> list[Proposal]:
-        """rows - 1 tokens behind each lane's anchor, which is not part of the context yet."""
+        """rows[lane] - 1 tokens behind each lane's anchor, which is not part of the context yet.
+
+        They never reach past the target's context. A lane with one row is not asked: it has ended, or is about to; its
+        proposal is empty. A lane's draws come from its own key, so that no other lane changes them.
+        """
 
 
 @dataclass(frozen=True)
@@ -99,14 +106,40 @@ class DraftModel:
         return dflash.logits(config, hidden, self.target.params.output, len(anchors))
 
     def propose(
-        self, state: dflash.DraftState, anchors: Sequence[int], rows: int, temperature: float, key: random.Key
+        self,
+        state: dflash.DraftState,
+        anchors: Sequence[int],
+        rows: Sequence[int],
+        temperature: float,
+        keys: Sequence[random.Key],
     ) -> list[Proposal]:
-        """rows - 1 tokens behind each lane's anchor: the selector's walk, or each row's own choice without one."""
+        """rows[lane] - 1 tokens behind each anchor: the selector's walk, or each row's own choice without one."""
+        result = [NO_PROPOSAL] * len(anchors)
+        # A row sees its whole block, so a lane that wants fewer rows than others, near its end, has a pass of those.
+        for count in set(rows) - {1}:
+            asked = {lane: keys[lane] for lane, n in enumerate(rows) if n == count}
+            for lane, proposal in zip(asked, self._block(state, anchors, count, temperature, asked), strict=True):
+                result[lane] = proposal
+        return result
+
+    def _block(
+        self,
+        state: dflash.DraftState,
+        anchors: Sequence[int],
+        rows: int,
+        temperature: float,
+        keys: Mapping[int, random.Key],
+    ) -> list[Proposal]:
+        """Proposals for the lanes that have a key here."""
         hidden, scores = self.scores(state, anchors, rows)
         lanes, steps, p = len(anchors), rows - 1, self.params
         if not self.config.is_second:
             x = np.asarray(scores).reshape(lanes, steps, -1)
-            return [self._plain(x[lane], temperature, use) for lane, use in enumerate(random.split(key, lanes))]
+            return [self._plain(x[lane], temperature, key) for lane, key in keys.items()]
+        uniforms = np.zeros((lanes, steps), np.float32)
+        if temperature:
+            for lane, key in keys.items():
+                uniforms[lane] = random.uniform(key, (steps,))
         tokens, candidates, q = (
             np.asarray(a)
             for a in dflash2.dflash2_select(
@@ -117,10 +150,10 @@ class DraftModel:
                 p.successor,
                 k=self.config.selector_top_k,
                 temperature=temperature,
-                uniforms=random.uniform(key, (lanes, steps)).astype(np.float32) if temperature else None,
+                uniforms=uniforms,
             )
         )
-        return [Proposal(tokens[lane].tolist(), candidates[lane], q[lane]) for lane in range(lanes)]
+        return [Proposal(tokens[lane].tolist(), candidates[lane], q[lane]) for lane in keys]
 
     def _plain(self, scores: np.ndarray[Any, Any], temperature: float, key: random.Key) -> Proposal:
         if temperature == 0:
