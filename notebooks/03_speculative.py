@@ -78,7 +78,9 @@ settings = {
         "selector_top_k": 4,
     },
 }
-shapes = tensor_shapes(hf_config(SimpleNamespace(path="settings", config=settings), model.config.vocabulary))
+shapes = tensor_shapes(
+    hf_config(SimpleNamespace(path="settings", config=settings, tensors={}), model.config.vocabulary)
+)
 rng = np.random.default_rng(0)
 
 

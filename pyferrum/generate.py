@@ -175,7 +175,7 @@ def _steps(
             prompt_tokens=len(tokens),
             prompt_tps=prompt_tps,
             generation_tokens=count,
-            generation_tps=count / (time.perf_counter() - start),
+            generation_tps=count / max(time.perf_counter() - start, 1e-9),
             peak_memory=peak_memory(),
             finish_reason=finish,
             state=current,

@@ -140,7 +140,9 @@ def test_attention__is_the_definition_at_any_alignment_and_reads_nothing_masked(
     hidden = rng.random(columns) < 0.6
     hidden[0] = False
     given["mask"][..., hidden] = -np.inf
+    given["mask"][1, :, -1] = -np.inf  # a row that sees nothing is zero
     expected = reference.dflash2_attention(*given.values(), rounding=False)
+    assert not expected.reshape(2, rows, -1)[1, -1].any()
     given["keys"][:, :, hidden] = given["values"][:, :, hidden] = np.nan
     for padding in (0, 1):  # numbers before the first: 2 bytes
         arrays = []
