@@ -177,7 +177,7 @@ BAD = [
     ({"head_dim": 0, "rope_dim": None}, "rope_dim"),
     ({"rope_dim": 63}, "rope_dim: expected an even number"),
     ({"rope_dim": 258}, "rope_dim: expected an even number"),
-    ({"hidden_size": 0}, "hidden_size: expected at least 1"),
+    ({"hidden_size": 0}, "hidden_size: expected 1…2\\^31 - 1"),
     ({"key_value_heads": 0}, "key_value_heads: expected at least 1"),
     ({"key_value_heads": 65, "query_heads": 65}, "key_value_heads: expected 1…64"),
     ({"maximum_context_tokens": 262145}, "maximum_context_tokens: expected at most 262144"),

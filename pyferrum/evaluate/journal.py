@@ -93,7 +93,8 @@ class Journal:
         for number, line in enumerate(lines[1:], 2):
             entry = self._entry(line, number)
             try:
-                rows = tuple(np.frombuffer(base64.b64decode(row), "<f4").astype(np.float32) for row in entry["nlls"])
+                stored = (base64.b64decode(row, validate=True) for row in entry["nlls"])
+                rows = tuple(np.frombuffer(row, "<f4").astype(np.float32) for row in stored)
                 done[int(entry["unit"])] = Scored(rows, tuple(entry["greedy"]), dict(entry["device"]))
             except (KeyError, TypeError, ValueError) as error:
                 raise InvalidArgument(f"checkpoint: line {number} of {self._path} is damaged: {error!r}") from error
