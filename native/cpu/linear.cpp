@@ -10,11 +10,11 @@
 // Dense formats. Products are summed in float32 by one fused multiply-add after another over 32 inputs, and the sums of
 // 32 added in order.
 //
-// A few rows take the weights straight into registers, twelve at a time or, in narrower registers, four: the limit of
-// one is memory, and where there are more, laying weights out for later costs more than unpacking them again. Many go
-// in items that unpack a panel of weights once, as pairs of 16-bit integers or as float32, and run tiles of rows over
-// it: their limit is the multiply-adds, two vectors a cycle. So a tile keeps as many sums in registers as there are,
-// those over blocks stay in the first-level cache, and so does the panel.
+// A few rows take the weights straight into registers, twelve at a time or, in narrower registers, four to six: the
+// limit of one is memory, and where there are more, laying weights out for later costs more than unpacking them again.
+// Many go in items that unpack a panel of weights once, as pairs of 16-bit integers or as float32, and run tiles of
+// rows over it: their limit is the multiply-adds, two vectors a cycle. So a tile keeps as many sums in registers as
+// there are, those over blocks stay in the first-level cache, and so does the panel.
 #include "linear_blocks.h"
 #include "linear_dense.h"
 
@@ -23,7 +23,7 @@ namespace ferrum::cpu::FERRUM_CPU_ISA {
 namespace {
 
 // How a format is multiplied, and up to how many rows stream its weights: fields of 5 and 6 bits take longest to
-// unpack.
+// unpack, those of 8 least.
 template <class F, bool kDense = (F::bits > 8)>
 struct Form {
     static constexpr uint64_t kStreamed = kRegisterLanes == 16 ? (F::bits % 4 ? 24 : 48) : F::bits == 8 ? 16 : 4;

@@ -17,7 +17,7 @@ static FERRUM_ALWAYS_INLINE i32x16 dot_pairs(i32x16 acc, i32x16 a, i32x16 b) {
 #if defined(__AVX512VNNI__)
     acc.part[0] = (IntRegister)_mm512_dpwssd_epi32((__m512i)acc.part[0], (__m512i)a.part[0], (__m512i)b.part[0]);
 #elif defined(__AVX2__)
-    FERRUM_EACH({
+    FERRUM_EACH({  // without the asm, g++ makes all products first and keeps them in memory
         acc.part[i] += (IntRegister)_mm256_madd_epi16((__m256i)a.part[i], (__m256i)b.part[i]);
         asm("" : "+x"(acc.part[i]));
     });

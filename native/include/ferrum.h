@@ -453,8 +453,7 @@ int32_t ferrum_dflash2_mask(ferrum_ring *ring, uint32_t rows, uint32_t query_hea
 int32_t ferrum_dflash2_mask_rows(ferrum_device *device, const ferrum_tensor *hidden, const ferrum_tensor *embedding,
                                  uint32_t lanes, uint32_t rows, ferrum_buffer **out_hidden);
 
-/* f16 [B * R, H * D] = softmax(queries keys^T / sqrt(D) + mask) values, of packed arrays; 0 where a row sees nothing.
- */
+/* f16 [B * R, H * D] = softmax(queries keys^T / sqrt(D) + mask) values, packed; 0 where a row sees nothing. */
 int32_t ferrum_dflash2_attention(ferrum_device *device, const ferrum_tensor *queries, const ferrum_tensor *keys,
                                  const ferrum_tensor *values, const ferrum_tensor *mask, ferrum_buffer **out_context);
 
