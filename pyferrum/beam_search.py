@@ -76,7 +76,8 @@ def beam_search(
         At most `beams` of them, the best first.
 
     Raises:
-        InvalidArgument: an option out of its range, or a prompt that is empty or longer than the model's context.
+        InvalidArgument: an option out of its range, a prompt that is empty or longer than the model's context, or a
+            model whose logits are not finite.
         OutOfPages: the arena is full; no state has changed.
     """
     whole_number(beams, "beams", 1, MAX_BEAMS)

@@ -134,7 +134,8 @@ def generate(
         A GenerationResponse per token; the last one has a `finish_reason`.
 
     Raises:
-        InvalidArgument: an option out of its range, or a prompt that is empty or longer than the model's context.
+        InvalidArgument: an option out of its range, a prompt that is empty or longer than the model's context, or a
+            model whose logits are not finite.
     """
     sampling = Sampling(temp, top_k, top_p, min_p)
     whole_number(max_tokens, "max_tokens", 1)

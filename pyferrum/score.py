@@ -67,8 +67,8 @@ def score(
         A Score for each continuation, in their order.
 
     Raises:
-        InvalidArgument: an empty continuation, one that does not fit in the model's context, or no prompt at all with
-            a model that has no BOS.
+        InvalidArgument: an empty continuation, one that does not fit in the model's context, no prompt at all with a
+            model that has no BOS, or one whose logits are not finite.
         OutOfPages: the arena is full. `state` is as it was.
     """
     if isinstance(continuations, str):

@@ -93,8 +93,8 @@ def speculative_generate(
         A SpeculativeResponse per token; `state` is everything before it.
 
     Raises:
-        InvalidArgument: an option out of its range, a prompt that is empty or longer than the model's context, or a
-            proposal that cannot be one.
+        InvalidArgument: an option out of its range, a prompt that is empty or longer than the model's context, a
+            proposal that cannot be one, or a target whose logits are not finite.
     """
     return speculative_generate_batch(
         model,

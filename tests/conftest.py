@@ -14,6 +14,7 @@ import pytest
 import pyferrum as pf
 from pyferrum import _native
 from pyferrum.demo_model import fetch
+from tests import tiny
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +27,12 @@ def model_path() -> Path:
 def model(model_path: Path) -> pf.Model:
     """The demo model with a float32 stream, loaded once."""
     return pf.load(model_path)
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> pf.Model:
+    """A tiny model of random weights, for draft models to be of."""
+    return pf.load(tiny.write_tiny(tmp_path_factory.mktemp("target")))
 
 
 def _forget_recordings() -> None:

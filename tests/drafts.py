@@ -268,3 +268,9 @@ class ChainDrafter:
                 tokens.append(token)
             result.append(pf.Proposal(tokens, np.tile(np.arange(4), (count - 1, 1)), np.array(q)))
         return result
+
+
+def drafter_for(model: pf.Model, folder: Path, second: bool, **options: Any) -> pf.DraftModel:
+    """A random one in a folder, of `settings` for the model's width."""
+    config = settings(model.config.hidden_size, second=second, **options)
+    return pf.load_draft(write_draft(folder, model, config=config), model)

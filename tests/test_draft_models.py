@@ -14,17 +14,7 @@ import pyferrum as pf
 from pyferrum import reference
 from pyferrum.models import dflash, dflash_files, llama
 from tests import tiny
-from tests.drafts import PUBLISHED, parsed, random_tensors, settings, write_draft, write_draft_gguf
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> pf.Model:
-    return pf.load(tiny.write_tiny(tmp_path_factory.mktemp("target")))
-
-
-def load(folder: Path, target: pf.Model, **options: Any) -> pf.DraftModel:
-    config = settings(tiny.HIDDEN, **options)
-    return pf.load_draft(write_draft(folder, target, config=config), target)
+from tests.drafts import PUBLISHED, drafter_for, parsed, random_tensors, settings, write_draft, write_draft_gguf
 
 
 def features(count: int, seed: int = 0, width: int = 2 * tiny.HIDDEN) -> np.ndarray:
@@ -148,7 +138,7 @@ def test_load__logs_every_resolved_setting_once(
     target: pf.Model, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", logger="pyferrum"):
-        model = load(tmp_path, target, second=True)
+        model = drafter_for(target, tmp_path, True)
     [line] = [record.getMessage() for record in caplog.records if "draft model" in record.getMessage()]
     for field in fields(model.config):
         assert f"{field.name}={getattr(model.config, field.name)!r}" in line
@@ -184,7 +174,7 @@ def test_forward__agrees_with_the_reference(
     target: pf.Model, tmp_path: Path, second: bool, windows: tuple[int | None, ...]
 ) -> None:
     """Contexts from nothing to beyond two windows and past where a full layer's ring doubles, two lanes apart."""
-    model = load(tmp_path, target, second=second, windows=windows)
+    model = drafter_for(target, tmp_path, second, windows=windows)
     config, params = model.config, model.params
     ours, theirs = model.init_state(2), dflash.init_draft_state(config, 2, ops=reference)
     rng = np.random.default_rng(0)
@@ -202,9 +192,9 @@ def test_forward__agrees_with_the_reference(
 
 def test_forward__scales_of_embeddings_and_logits_are_applied(target: pf.Model, tmp_path: Path) -> None:
     """FACTS D.3, D.8: `input_embedding_scale`, `output_multiplier`, and then `final_logit_softcapping`."""
-    plain = load(tmp_path / "plain", target, second=True)
+    plain = drafter_for(target, tmp_path / "plain", True)
     logits = {"output_multiplier": 0.5, "final_logit_softcapping": 3.0}
-    model = load(tmp_path / "scaled", target, second=True, input_embedding_scale=2.0, **logits)
+    model = drafter_for(target, tmp_path / "scaled", True, input_embedding_scale=2.0, **logits)
     state = model.extend(model.init_state(1), [[0] * 9], [features(9)])
     ids = [5, *[model.config.mask_token] * 4]
     x = 2 * np.asarray(pf.embed(ids, target.params.embedding))
@@ -215,7 +205,7 @@ def test_forward__scales_of_embeddings_and_logits_are_applied(target: pf.Model, 
     assert np.abs(hidden - plain.scores(state, [5], 5)[0]).max() > 0.01
     scaled = 0.5 * np.asarray(pf.linear(hidden, target.params.output, dtype=np.float32))
     np.testing.assert_allclose(scores, 3 * np.tanh(scaled / 3), rtol=1e-5, atol=1e-6)
-    half = load(tmp_path / "half", target, second=True, input_embedding_scale=2.0, output_multiplier=0.5)
+    half = drafter_for(target, tmp_path / "half", True, input_embedding_scale=2.0, output_multiplier=0.5)
     np.testing.assert_array_equal(half.scores(state, [5], 5)[1], scaled)
     config, weights = parsed(settings(tiny.HIDDEN, second=True), target), random_tensors(plain.config)
     keys = {"logit_scale": 0.5, "final_logit_softcapping": 3.0}
@@ -263,7 +253,7 @@ def test_context__in_pieces_is_the_context_at_once(
     target: pf.Model, tmp_path: Path, windows: tuple[int | None, ...]
 ) -> None:
     """Also what proposals between the pieces leave behind: nothing. A block's keys are never kept (z-lab/dflash#15)."""
-    model = load(tmp_path, target, second=True, windows=windows)
+    model = drafter_for(target, tmp_path, True, windows=windows)
     f = features(90)
     once = model.extend(model.init_state(1), [[0] * 90], [f])
     pieces = model.init_state(1)

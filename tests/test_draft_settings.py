@@ -15,12 +15,6 @@ from pyferrum.models.draft import make_draft
 from tests import tiny
 from tests.drafts import parsed, random_tensors, settings, write_draft, write_draft_gguf
 
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> pf.Model:
-    return pf.load(tiny.write_tiny(tmp_path_factory.mktemp("target")))
-
-
 NAN, INF = float("nan"), float("inf")
 BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"windows": (), "causal": ()}, "num_hidden_layers: expected at least 1, got 0"),

@@ -169,7 +169,8 @@ time.sleep(float(sys.argv[3]))  # the pool's threads spin for a moment, then sle
 pid = os.fork()
 if pid == 0:
     uses = [lambda: model.forward(state, [4]), lambda: pf.swiglu(x, x), lambda: pf.array([1.0], device=device),
-            lambda: state.layers[0].truncate(1), lambda: state.layers[0].keys(), lambda: model.init_state()]
+            lambda: state.layers[0].truncate(1), lambda: state.layers[0].keys(), lambda: model.init_state(),
+            device.arena_stats]
     for number, use in enumerate(uses):
         try:
             use()

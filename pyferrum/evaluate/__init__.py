@@ -74,7 +74,8 @@ def evaluate(
         An Evaluation.
 
     Raises:
-        InvalidArgument: nothing to score, a window beyond the model's context, or a checkpoint of something else.
+        InvalidArgument: nothing to score, a window beyond the model's context, a checkpoint of something else, or a
+            model whose logits are not finite.
         CheckpointError: a worker found another model or another build of the library.
     """
     settings = plan(model, method, window, stride, bos)
