@@ -18,7 +18,7 @@ import pyferrum as pf
 from pyferrum.cli import main
 from pyferrum.models.draft import Proposal
 from pyferrum.speculative import plain_tps
-from tests import lossless, tiny
+from tests import families, lossless, tiny
 from tests.drafts import Itself, Scripted, drafter_for
 
 PROMPTS, TOKENS, BLOCKS = 3, 24, (2, 5, 16)
@@ -60,6 +60,17 @@ def test_greedy__every_block_size_and_chunking_on_a_small_model(target: pf.Model
         for drafter in drafts:
             block = 2 + (chunk + 7 * (drafter is drafts[0])) % 15
             assert lossless.compare(target, drafter, prompt, expected, block, chunk)[0] is None
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2_window"])
+def test_greedy__of_other_families(name: str, tmp_path: Path) -> None:
+    """With norms of heads, and with windows that a draft goes beyond."""
+    target = pf.load(families.write_folder(tmp_path / name, name))
+    drafts = [drafter_for(target, tmp_path / str(i), i == 1) for i in range(2)]
+    prompt = tiny.ids("A prompt longer than a window.")
+    expected = lossless.plain(target, prompt, 40)
+    for drafter, block, chunk in itertools.product([*drafts, "right", "wrong"], (3, 12), (512, 7)):
+        assert lossless.compare(target, drafter, prompt, expected, block, chunk)[0] is None
 
 
 def test_lossless__finds_one_bit_of_one_logit(target: pf.Model, monkeypatch: pytest.MonkeyPatch) -> None:

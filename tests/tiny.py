@@ -58,7 +58,7 @@ def ids(text: str, *, bos: bool = False) -> list[int]:
     return [BOS] * bos + [ord(character) - 32 + 2 for character in text]
 
 
-def tensors(seed: int = 0, dtype: Any = np.float16) -> dict[str, np.ndarray]:
+def tensors(seed: int = 0, dtype: Any = np.float16, *, head_dim: int = HEAD_DIM) -> dict[str, np.ndarray]:
     """Random weights by their names in a safetensors file; projections give about unit variance."""
     rng = np.random.default_rng(seed)
 
@@ -73,10 +73,10 @@ def tensors(seed: int = 0, dtype: Any = np.float16) -> dict[str, np.ndarray]:
         layer = f"model.layers.{index}"
         result |= {
             f"{layer}.input_layernorm.weight": norm(),
-            f"{layer}.self_attn.q_proj.weight": matrix(HEADS * HEAD_DIM, HIDDEN),
-            f"{layer}.self_attn.k_proj.weight": matrix(KV_HEADS * HEAD_DIM, HIDDEN),
-            f"{layer}.self_attn.v_proj.weight": matrix(KV_HEADS * HEAD_DIM, HIDDEN),
-            f"{layer}.self_attn.o_proj.weight": matrix(HIDDEN, HEADS * HEAD_DIM),
+            f"{layer}.self_attn.q_proj.weight": matrix(HEADS * head_dim, HIDDEN),
+            f"{layer}.self_attn.k_proj.weight": matrix(KV_HEADS * head_dim, HIDDEN),
+            f"{layer}.self_attn.v_proj.weight": matrix(KV_HEADS * head_dim, HIDDEN),
+            f"{layer}.self_attn.o_proj.weight": matrix(HIDDEN, HEADS * head_dim),
             f"{layer}.post_attention_layernorm.weight": norm(),
             f"{layer}.mlp.gate_proj.weight": matrix(INTERMEDIATE, HIDDEN),
             f"{layer}.mlp.up_proj.weight": matrix(INTERMEDIATE, HIDDEN),
@@ -111,8 +111,7 @@ def write_tiny(
 
 def permute(weight: np.ndarray, heads: int) -> np.ndarray:
     """Rows of q or k as llama.cpp's converter stores them, for interleaved rotation (FACTS F.3)."""
-    out = weight.shape[0]
-    return weight.reshape(heads, 2, out // heads // 2, -1).swapaxes(1, 2).reshape(weight.shape)
+    return weight.reshape(heads, 2, len(weight) // heads // 2, -1).swapaxes(1, 2).reshape(weight.shape)
 
 
 _GGUF_NAMES = {
@@ -121,6 +120,8 @@ _GGUF_NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -137,32 +138,34 @@ def write_tiny_gguf(
     weights: Mapping[str, np.ndarray] | None = None,
     keys: Mapping[str, str | int | float | list[Any]] | None = None,
     permuted: bool = True,
+    architecture: str = "llama",
 ) -> Path:
-    """The same weights as a GGUF file of architecture `llama`, q and k rows permuted as converted; no tokenizer.
+    """The same weights as a GGUF file, q and k rows and their biases permuted as converted for `llama`; no tokenizer.
 
     `keys` change or add metadata.
     """
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
     given = {
-        "llama.block_count": LAYERS,
-        "llama.context_length": CONFIG["max_position_embeddings"],
-        "llama.embedding_length": HIDDEN,
-        "llama.feed_forward_length": INTERMEDIATE,
-        "llama.attention.head_count": HEADS,
-        "llama.attention.head_count_kv": KV_HEADS,
-        "llama.attention.layer_norm_rms_epsilon": CONFIG["rms_norm_eps"],
-        "llama.rope.freq_base": CONFIG["rope_theta"],
+        "block_count": LAYERS,
+        "context_length": CONFIG["max_position_embeddings"],
+        "embedding_length": HIDDEN,
+        "feed_forward_length": INTERMEDIATE,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": KV_HEADS,
+        "attention.layer_norm_rms_epsilon": CONFIG["rms_norm_eps"],
+        "rope.freq_base": CONFIG["rope_theta"],
     }
     add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
-    for key, value in (given | dict(keys or {})).items():
+    for key, value in ({f"{architecture}.{key}": x for key, x in given.items()} | dict(keys or {})).items():
         add[type(value)](key, value)
     for name, weight in (weights or tensors()).items():
-        stem = name.removesuffix(".weight")
-        head, _, part = stem.removeprefix("model.layers.").partition(".")
-        target = f"blk.{head}.{_GGUF_NAMES[part]}" if part in _GGUF_NAMES else _GGUF_NAMES.get(stem, stem)
-        heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(target.rpartition(".")[2])
-        stored = f"{target}.weight" if name.endswith(".weight") else target
-        writer.add_tensor(stored, permute(weight, heads) if heads and permuted else weight)
+        owner, _, kind = name.rpartition(".")
+        head, _, part = owner.removeprefix("model.layers.").partition(".")
+        target = f"blk.{head}.{_GGUF_NAMES[part]}" if part in _GGUF_NAMES else _GGUF_NAMES.get(owner, owner)
+        heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(target.rpartition(".")[2], 0)
+        stored = f"{target}.{kind}" if target != owner else name
+        moved = heads and permuted and kind in ("weight", "bias")
+        writer.add_tensor(stored, permute(weight, heads) if moved else weight)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -14,6 +14,7 @@ from pyferrum.device import Device, default_device
 from pyferrum.errors import CheckpointError, InvalidArgument, UnsupportedError
 from pyferrum.formats import hidden_format
 from pyferrum.models import llama_files
+from pyferrum.models.llama_files import FAMILIES
 from pyferrum.models.loading import TensorLoader, check_unquantised
 from pyferrum.models.model import Model
 
@@ -56,12 +57,14 @@ def load(
 def _load_gguf(path: Path, dtype: DTypeLike, device: Device, strict: bool) -> Model:
     file = open_gguf(path)
     architecture = file.get("general.architecture", str)
-    if architecture != "llama":
-        raise UnsupportedError(f"{path}: architecture {architecture!r} is not built; known: llama")
-    config = llama_files.gguf_config(file)
+    family = next((one for one in FAMILIES if one.gguf == architecture), None)
+    if family is None:
+        known = ", ".join(one.gguf for one in FAMILIES if one.gguf)
+        raise UnsupportedError(f"{path}: architecture {architecture!r} is not built; known: {known}")
+    config = llama_files.gguf_config(file, family)
     config.attention.native(device)
     loader = TensorLoader(path, file.tensors, file.files, device)
-    params = llama_files.gguf_params(file, config, loader)
+    params = llama_files.gguf_params(family, config, loader)
     loader.finish(strict)
     tokenizer = None
     if "tokenizer.ggml.model" in file.metadata:
@@ -73,14 +76,16 @@ def _load_gguf(path: Path, dtype: DTypeLike, device: Device, strict: bool) -> Mo
 def _load_safetensors(path: Path, dtype: DTypeLike, device: Device, strict: bool) -> Model:
     files = open_safetensors(path)
     architectures = (files.config or {}).get("architectures")
-    if architectures != ["LlamaForCausalLM"]:
+    family = next((one for one in FAMILIES if [one.hf] == architectures), None)
+    if family is None:
         named = f"{architectures} is not built" if architectures else "is not named in config.json"
-        raise UnsupportedError(f"{path}: architecture {named}; known: LlamaForCausalLM")
+        known = ", ".join(one.hf for one in FAMILIES)
+        raise UnsupportedError(f"{path}: architecture {named}; known: {known}")
     check_unquantised(files)
-    config = llama_files.hf_config(files)
+    config = llama_files.hf_config(files, family)
     config.attention.native(device)
     loader = TensorLoader(path, files.tensors, files.files, device)
-    params = llama_files.hf_params(config, loader)
+    params = llama_files.hf_params(files, family, config, loader)
     loader.finish(strict)
     folder = path if path.is_dir() else path.parent
     tokenizer = partial(Tokenizer.from_files, folder) if (folder / "tokenizer.json").is_file() else None

@@ -1,6 +1,7 @@
-"""Llama: a decoder of pre-normed attention and SwiGLU layers, as pure functions of parameters, states and tokens.
+"""Llama and its kin: pre-normed attention and SwiGLU layers, as pure functions of parameters, states and tokens.
 
-Formulas after transformers' modeling_llama. The same functions run on `pyferrum` and on
+Mistral (windows), Qwen2 (biases) and Qwen3 (norms of heads) differ in the weights and the configuration of attention
+alone. Formulas after transformers' modeling_llama. The same functions run on `pyferrum` and on
 `pyferrum.reference`: pass the module as `ops`.
 """
 
@@ -22,10 +23,10 @@ from pyferrum.weights import AttentionWeights
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The shape of a Llama model."""
+    """The shape of a model."""
 
     architecture: str
-    """As the file names it: "llama" (GGUF) or "LlamaForCausalLM"."""
+    """As the file names it: "llama" (GGUF) or "LlamaForCausalLM", for instance."""
     layers: int
     intermediate_size: int
     vocabulary: int

@@ -1,4 +1,4 @@
-"""Llama checkpoints: GGUF files of architecture `llama` and safetensors folders of `LlamaForCausalLM`.
+"""Checkpoints of Llama and of the families that differ from it in details: GGUF files and safetensors folders.
 
 Names and keys after llama.cpp's and transformers' converters.
 """
@@ -6,7 +6,9 @@ Names and keys after llama.cpp's and transformers' converters.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 
@@ -14,9 +16,40 @@ from pyferrum.checkpoint import GGUFFile, SafetensorsFiles
 from pyferrum.config import AttentionConfig
 from pyferrum.errors import CheckpointError, UnsupportedError
 from pyferrum.models.llama import LayerParams, LlamaConfig, LlamaParams
-from pyferrum.models.loading import TensorLoader, check_layers, some
+from pyferrum.models.loading import TensorLoader, check_layers
 from pyferrum.models.rope_files import gguf_scaling, hf_rope
 from pyferrum.weights import AttentionWeights
+
+
+@dataclass(frozen=True)
+class Family:
+    """What tells the checkpoints of one family from those of another."""
+
+    hf: str
+    """In `architectures` of config.json."""
+    gguf: str | None
+    """`general.architecture`; None: its GGUF files are those of Llama."""
+    interleaved: bool = False
+    """GGUF files hold the rows of q and k permuted, for rotation of pairs (2i, 2i+1)."""
+    required: tuple[str, ...] = ()
+    """Parts of a layer that Llama has not."""
+    optional: tuple[str, ...] = ()
+    """Parts that a layer may have, all of them or none: config.json says so in `attention_bias`."""
+    head_dim: int | None = None
+    """Where config.json gives none; None: hidden size / heads."""
+    window: Literal["none", "everywhere", "switched"] = "none"
+    """Where `sliding_window` holds: "switched" is as `use_sliding_window` and `layer_types` say."""
+
+
+_BIASES = ("q_bias", "k_bias", "v_bias", "o_bias")
+FAMILIES = (
+    Family("LlamaForCausalLM", "llama", interleaved=True, optional=_BIASES),
+    Family("MistralForCausalLM", None, window="everywhere"),
+    Family("Qwen2ForCausalLM", "qwen2", required=("q_bias", "k_bias", "v_bias"), window="switched"),
+    Family(
+        "Qwen3ForCausalLM", "qwen3", required=("q_norm", "k_norm"), optional=_BIASES, head_dim=128, window="switched"
+    ),
+)
 
 _GGUF_LAYER = {
     "attn_norm": "attn_norm.weight",
@@ -24,6 +57,8 @@ _GGUF_LAYER = {
     "k": "attn_k.weight",
     "v": "attn_v.weight",
     "o": "attn_output.weight",
+    "q_norm": "attn_q_norm.weight",
+    "k_norm": "attn_k_norm.weight",
     "q_bias": "attn_q.bias",
     "k_bias": "attn_k.bias",
     "v_bias": "attn_v.bias",
@@ -40,6 +75,8 @@ _HF_LAYER = {
     "k": "self_attn.k_proj.weight",
     "v": "self_attn.v_proj.weight",
     "o": "self_attn.o_proj.weight",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
     "q_bias": "self_attn.q_proj.bias",
     "k_bias": "self_attn.k_proj.bias",
     "v_bias": "self_attn.v_proj.bias",
@@ -51,29 +88,37 @@ _HF_LAYER = {
 }
 
 
+_PARTS = tuple(part for part in _HF_LAYER if part not in (*_BIASES, "q_norm", "k_norm"))
+
+
 def _params(
     config: LlamaConfig,
     load: TensorLoader,
     *,
+    required: tuple[str, ...],
+    optional: tuple[str, ...],
     embedding: str,
     norm: str,
     output: str,
     layer_name: Callable[[int, str], str],
 ) -> LlamaParams:
+    """The weights, where every layer has the `required` parts, may have `optional` ones, and has no others."""
     attention, hidden, wide = config.attention, config.hidden_size, config.intermediate_size
-    query, kv = attention.query_projection_features, attention.kv_features
-    parts = [part for part in _HF_LAYER if not part.endswith("_bias")]
+    query, kv, dim = attention.query_projection_features, attention.kv_features, attention.head_dim
+    names = {part: [layer_name(i, part) for i in range(config.layers)] for part in _HF_LAYER}
     head_name = embedding if config.tied_embeddings else output
-    load.require(dict.fromkeys([embedding, *(layer_name(i, part) for i in range(config.layers) for part in parts),
-                                norm, head_name]))  # fmt: skip
+    load.require(dict.fromkeys([embedding, *(name for layer in zip(*(names[part] for part in (*_PARTS, *required)),
+                                strict=True) for name in layer), norm, head_name]))  # fmt: skip
+    others = [part for part in _HF_LAYER if part not in (*_PARTS, *required, *optional)]
+    load.refuse((name for part in others for name in names[part]), f"{config.architecture} has no such part")
     layers = []
     for index in range(config.layers):
 
         def matrix(part: str, out: int, into: int, index: int = index) -> Any:
-            return load.matrix(layer_name(index, part), (out, into))
+            return load.matrix(names[part][index], (out, into))
 
-        def vector(part: str, length: int, optional: bool = False, index: int = index) -> Any:
-            return load.vector(layer_name(index, part), length, optional=optional)
+        def vector(part: str, length: int, index: int = index) -> Any:
+            return load.vector(names[part][index], length, optional=part not in (*_PARTS, *required))
 
         weights = AttentionWeights(
             input_norm=vector("attn_norm", hidden),
@@ -81,10 +126,12 @@ def _params(
             k_proj=matrix("k", kv, hidden),
             v_proj=matrix("v", kv, hidden),
             o_proj=matrix("o", hidden, query),
-            q_bias=vector("q_bias", query, optional=True),
-            k_bias=vector("k_bias", kv, optional=True),
-            v_bias=vector("v_bias", kv, optional=True),
-            o_bias=vector("o_bias", hidden, optional=True),
+            q_norm=vector("q_norm", dim),
+            k_norm=vector("k_norm", dim),
+            q_bias=vector("q_bias", query),
+            k_bias=vector("k_bias", kv),
+            v_bias=vector("v_bias", kv),
+            o_bias=vector("o_bias", hidden),
         )
         layers.append(
             LayerParams(
@@ -103,14 +150,15 @@ def _params(
 # ---- GGUF
 
 
-def gguf_config(file: GGUFFile) -> LlamaConfig:
-    """The configuration in a GGUF file of architecture `llama`."""
+def gguf_config(file: GGUFFile, family: Family) -> LlamaConfig:
+    """The configuration in a GGUF file of this family."""
+    name = str(family.gguf)
 
     def number(key: str, kind: type[Any], *default: Any) -> Any:
-        return file.get(f"llama.{key}", kind, *default)
+        return file.get(f"{name}.{key}", kind, *default)
 
     hidden, heads = number("embedding_length", int), number("attention.head_count", int)
-    if isinstance(file.metadata.get("llama.attention.head_count_kv"), np.ndarray):
+    if isinstance(file.metadata.get(f"{name}.attention.head_count_kv"), np.ndarray):
         by_layer = number("attention.head_count_kv", list[int])
         if len(set(by_layer)) != 1:
             raise UnsupportedError(f"{file.path}: layers with different head_count_kv {by_layer} are not built")
@@ -118,7 +166,7 @@ def gguf_config(file: GGUFFile) -> LlamaConfig:
     else:
         kv_heads = number("attention.head_count_kv", int, heads)
     if number("expert_count", int, 0):
-        raise UnsupportedError(f"{file.path}: a mixture of experts (llama.expert_count) is not built")
+        raise UnsupportedError(f"{file.path}: a mixture of experts ({name}.expert_count) is not built")
     if heads < 1 or hidden < 1:
         raise CheckpointError(f"{file.path}: expected positive sizes, got {hidden=}, {heads=}")
     head_dim = number("attention.key_length", int, hidden // heads)
@@ -128,7 +176,7 @@ def gguf_config(file: GGUFFile) -> LlamaConfig:
     if embedding is None:
         raise CheckpointError(f"{file.path}: tensor 'token_embd.weight' is missing")
     layers = number("block_count", int)
-    check_layers(str(file.path), "llama.block_count", layers, file.tensors)
+    check_layers(str(file.path), f"{name}.block_count", layers, file.tensors)
     attention = AttentionConfig(
         hidden_size=hidden,
         query_heads=heads,
@@ -138,11 +186,11 @@ def gguf_config(file: GGUFFile) -> LlamaConfig:
         maximum_context_tokens=number("context_length", int),
         epsilon=number("attention.layer_norm_rms_epsilon", float),
         rope_theta=number("rope.freq_base", float, 10000.0),
-        rope_scaling=gguf_scaling(file, "llama"),
-        rope_interleaved=True,  # the converter permutes q and k rows for it
+        rope_scaling=gguf_scaling(file, name),
+        rope_interleaved=family.interleaved,
     )
     return LlamaConfig(
-        architecture="llama",
+        architecture=name,
         layers=layers,
         intermediate_size=number("feed_forward_length", int),
         vocabulary=embedding.shape[0],
@@ -151,12 +199,14 @@ def gguf_config(file: GGUFFile) -> LlamaConfig:
     )
 
 
-def gguf_params(file: GGUFFile, config: LlamaConfig, load: TensorLoader) -> LlamaParams:
+def gguf_params(family: Family, config: LlamaConfig, load: TensorLoader) -> LlamaParams:
     """The weights of a GGUF file, as they are stored."""
     load.use("rope_freqs.weight")
     return _params(
         config,
         load,
+        required=family.required,
+        optional=family.optional,
         embedding="token_embd.weight",
         norm="output_norm.weight",
         output="output.weight",
@@ -167,23 +217,26 @@ def gguf_params(file: GGUFFile, config: LlamaConfig, load: TensorLoader) -> Llam
 # ---- safetensors
 
 
-def hf_config(files: SafetensorsFiles) -> LlamaConfig:
-    """The configuration in the `config.json` of a `LlamaForCausalLM` folder."""
+def _hf_number(files: SafetensorsFiles, key: str, kind: type[Any], *default: Any) -> Any:
+    """The value of this kind that config.json has, or the default where it has none."""
+    value = (files.config or {}).get(key)
+    if value is None and default:
+        return default[0]
+    if kind is float and isinstance(value, int):
+        value = float(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise CheckpointError(f"{files.path}: config.json: {key}: expected {kind.__name__}, got {value!r}")
+    return value
+
+
+def hf_config(files: SafetensorsFiles, family: Family) -> LlamaConfig:
+    """The configuration in the `config.json` of a folder of this family."""
     source = f"{files.path}: config.json"
     values = files.config
     if values is None:
         raise CheckpointError(f"{source}: missing; it says how the weights go together")
 
-    def number(key: str, kind: type[Any], *default: Any) -> Any:
-        value = values.get(key)
-        if value is None and default:
-            return default[0]
-        if kind is float and isinstance(value, int):
-            value = float(value)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise CheckpointError(f"{source}: {key}: expected {kind.__name__}, got {value!r}")
-        return value
-
+    number = partial(_hf_number, files)
     for key, wanted in (("mlp_bias", False), ("hidden_act", "silu")):
         if values.get(key, wanted) != wanted:
             raise UnsupportedError(f"{source}: {key}={values[key]!r} is not built")
@@ -192,24 +245,20 @@ def hf_config(files: SafetensorsFiles) -> LlamaConfig:
         raise CheckpointError(f"{source}: num_attention_heads: expected at least 1, got {heads}")
     layers = number("num_hidden_layers", int)
     check_layers(source, "num_hidden_layers", layers, files.tensors)
-    if number("attention_bias", bool, False):
-        biases = [f"model.layers.{i}.{_HF_LAYER[f'{x}_bias']}" for i in range(layers) for x in "qkvo"]
-        lacking = [name for name in biases if name not in files.tensors]
-        if lacking:
-            raise CheckpointError(f"{source}: attention_bias is true, and tensors are missing: {some(lacking)}")
     theta, scaling = hf_rope(values, source)
     attention = AttentionConfig(
         hidden_size=hidden,
         query_heads=heads,
         key_value_heads=number("num_key_value_heads", int, heads),
-        head_dim=number("head_dim", int, hidden // heads),
+        head_dim=number("head_dim", int, family.head_dim or hidden // heads),
         maximum_context_tokens=number("max_position_embeddings", int),
         epsilon=number("rms_norm_eps", float),
         rope_theta=theta,
         rope_scaling=scaling,
+        sliding_window=_hf_window(files, family, layers),
     )
     return LlamaConfig(
-        architecture="LlamaForCausalLM",
+        architecture=family.hf,
         layers=layers,
         intermediate_size=number("intermediate_size", int),
         vocabulary=number("vocab_size", int),
@@ -218,17 +267,53 @@ def hf_config(files: SafetensorsFiles) -> LlamaConfig:
     )
 
 
-def hf_params(config: LlamaConfig, load: TensorLoader) -> LlamaParams:
+def _hf_window(files: SafetensorsFiles, family: Family, layers: int) -> int | None:
+    """Tokens that every layer sees, or None: all. Defaults are transformers'."""
+    source, values = f"{files.path}: config.json", files.config or {}
+    switched = family.window == "switched"
+    if family.window == "none" or (switched and not _hf_number(files, "use_sliding_window", bool, False)):
+        return None
+    if "sliding_window" in values and values["sliding_window"] is None:
+        return None
+    window: int = _hf_number(files, "sliding_window", int, 4096)
+    if window < 1:
+        raise CheckpointError(f"{source}: sliding_window: expected at least 1 or null, got {window}")
+    if not switched:
+        return window
+    full = _hf_number(files, "max_window_layers", int, 28)
+    kinds = _hf_number(
+        files, "layer_types", list, ["full_attention" if i < full else "sliding_attention" for i in range(layers)]
+    )
+    if kinds == ["full_attention"] * layers:
+        return None
+    if kinds != ["sliding_attention"] * layers:
+        raise UnsupportedError(f"{source}: layers of different windows are not built, got {kinds}")
+    return window
+
+
+def hf_params(files: SafetensorsFiles, family: Family, config: LlamaConfig, load: TensorLoader) -> LlamaParams:
     """The weights of a safetensors folder, as they are stored."""
     if config.tied_embeddings:
         load.check_tied("model.embed_tokens.weight", "lm_head.weight")
     for owner in ("model", *(f"model.layers.{index}.self_attn" for index in range(config.layers))):
         load.use(f"{owner}.rotary_emb.inv_freq")
+    biased = bool(family.optional) and _hf_number(files, "attention_bias", bool, False)
+
+    def layer_name(index: int, part: str) -> str:
+        return f"model.layers.{index}.{_HF_LAYER[part]}"
+
+    if biased:
+        load.require(
+            (layer_name(i, part) for i in range(config.layers) for part in family.optional),
+            "config.json: attention_bias is true, and ",
+        )
     return _params(
         config,
         load,
+        required=family.required,
+        optional=family.optional if biased else (),
         embedding="model.embed_tokens.weight",
         norm="model.norm.weight",
         output="lm_head.weight",
-        layer_name=lambda index, part: f"model.layers.{index}.{_HF_LAYER[part]}",
+        layer_name=layer_name,
     )

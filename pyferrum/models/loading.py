@@ -81,12 +81,18 @@ class TensorLoader:
         """Mark a tensor as known, though it is read elsewhere or not at all."""
         self._used.add(name)
 
-    def require(self, names: Iterable[str]) -> None:
-        """Raise CheckpointError if any of these tensors is missing."""
+    def require(self, names: Iterable[str], reason: str = "") -> None:
+        """Raise CheckpointError if any of these tensors is missing, with a `reason` to expect them in front."""
         missing = [name for name in names if name not in self._tensors]
         if missing:
             what = "tensor {} is missing" if len(missing) == 1 else f"{len(missing)} tensors are missing: {{}}"
-            raise CheckpointError(f"{self._path}: {what.format(some(missing))}")
+            raise CheckpointError(f"{self._path}: {reason}{what.format(some(missing))}")
+
+    def refuse(self, names: Iterable[str], reason: str) -> None:
+        """Raise UnsupportedError if any of these tensors is there."""
+        there = [name for name in names if name in self._tensors]
+        if there:
+            raise UnsupportedError(f"{self._path}: {some(there)}: {reason}")
 
     def check_tied(self, embedding: str, output: str) -> None:
         """Raise CheckpointError if there is an output matrix that is not the embedding it is said to be tied to."""
