@@ -156,11 +156,11 @@ def _steps(
 ) -> Iterator[GenerationResponse]:
     key = random.as_key(key)
     ends = frozenset() if ignore_eos else model.tokenizer.eos_token_ids
-    stream = model.tokenizer.stream()
     start = time.perf_counter()
     current, logits = model.forward(state or model.init_state(), tokens, last_only=True)
     row = np.asarray(logits)[0]
     prompt_tps = len(tokens) / (time.perf_counter() - start)
+    stream = model.tokenizer.stream(after=tokens)
     start = time.perf_counter()
     for count in range(1, max_tokens + 1):
         key, use = random.split(key)

@@ -46,9 +46,9 @@ class SpeculativeResponse(GenerationResponse):
 class _Lane:
     tokens: list[int]
     state: ModelState
-    stream: Any
     key: random.Key
     started: float
+    stream: Any = None
     prompt_tps: float = 0.0
     anchor: int = 0
     count: int = 0
@@ -195,8 +195,9 @@ class _Decoding:
         context = self.drafter.init_state(len(prompts))
         lanes: list[_Lane] = []
         for index, (tokens, key) in enumerate(zip(prompts, keys, strict=True)):
-            lane = _Lane(tokens, self.model.init_state(), self.model.tokenizer.stream(), key, time.perf_counter())
+            lane = _Lane(tokens, self.model.init_state(), key, time.perf_counter())
             row, context = self._prefill(lane, index, len(prompts), context, chunk)
+            lane.stream = self.model.tokenizer.stream(after=tokens)
             lanes.append(lane)
             lane.key, use = random.split(lane.key)
             token = random.categorical(use, self.sampling.probabilities(row))

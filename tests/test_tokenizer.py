@@ -109,7 +109,9 @@ def test_gguf__unknown_kinds_are_named_never_guessed(make: Make) -> None:
         make("tekken")
     with pytest.raises(CheckpointError, match=r"tokenizer\.ggml\.pre"):
         make(None)
-    with pytest.raises(CheckpointError, match=r"'llama'.*'gpt2'"):
+    with pytest.raises(CheckpointError, match=r"'t5'.*'gpt2'.*'llama'"):
+        make(model="t5")
+    with pytest.raises(CheckpointError, match=r"lacks the metadata key 'tokenizer\.ggml\.scores'"):
         make(model="llama")
 
 

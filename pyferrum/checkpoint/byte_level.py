@@ -8,16 +8,14 @@ in the table is an error, never a default: a wrong one still gives ids, and a qu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyferrum.checkpoint.metadata import typed_value
+from pyferrum.checkpoint.vocabulary import Vocabulary
 from pyferrum.errors import CheckpointError
 
 if TYPE_CHECKING:
     import tokenizers
-
-_CONTROL, _USER_DEFINED = 3, 4
 
 
 class Rule(NamedTuple):
@@ -51,30 +49,19 @@ RULES: Mapping[str, Rule] = {
 }
 
 
-def byte_level_bpe(metadata: Mapping[str, Any], path: Path, tokens: list[str], rule: Rule) -> tokenizers.Tokenizer:
-    """A backend over `tokens`, `tokenizer.ggml.merges` and `tokenizer.ggml.token_type`.
-
-    Control tokens become special tokens and user-defined ones added tokens, so both are found in text before
-    it is cut. Raises CheckpointError if tokens repeat or the arrays do not fit each other.
-    """
+def byte_level_bpe(metadata: Mapping[str, Any], vocabulary: Vocabulary, rule: Rule) -> tokenizers.Tokenizer:
+    """A backend over the vocabulary and `tokenizer.ggml.merges`. Raises CheckpointError if they do not fit."""
     import tokenizers
     from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    if len(vocabulary) != len(tokens):
-        index, token = next((i, t) for i, t in enumerate(tokens) if vocabulary[t] != i)
-        raise CheckpointError(f"{path}: tokens {index} and {vocabulary[token]} are both {token!r}")
-    types = typed_value(metadata, path, "tokenizer.ggml.token_type", list[int], [1] * len(tokens))
-    if len(types) != len(tokens):
-        raise CheckpointError(f"{path}: {len(tokens):,} tokens, {len(types):,} in tokenizer.ggml.token_type")
-    merges: list[tuple[str, str]] = []
-    for merge in typed_value(metadata, path, "tokenizer.ggml.merges", list[str]):
+    ids, merges = vocabulary.ids, list[tuple[str, str]]()
+    for merge in typed_value(metadata, vocabulary.path, "tokenizer.ggml.merges", list[str]):
         left, _, right = merge.partition(" ")
         merges.append((left, right))
     try:
-        backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=rule.whole_words))
+        backend = tokenizers.Tokenizer(models.BPE(ids, merges, ignore_merges=rule.whole_words))
     except Exception as error:  # the library raises plain Exception
-        raise CheckpointError(f"{path}: tokenizer.ggml.merges does not fit the tokens: {error}") from error
+        raise CheckpointError(f"{vocabulary.path}: tokenizer.ggml.merges does not fit the tokens: {error}") from error
     cuts: list[pre_tokenizers.PreTokenizer] = []
     if rule.single_digits:
         cuts.append(pre_tokenizers.Digits(individual_digits=True))
@@ -85,12 +72,4 @@ def byte_level_bpe(metadata: Mapping[str, Any], path: Path, tokens: list[str], r
     backend.decoder = decoders.ByteLevel()
     if rule.nfc:
         backend.normalizer = normalizers.NFC()
-    for kind, add in ((_CONTROL, backend.add_special_tokens), (_USER_DEFINED, backend.add_tokens)):
-        add(
-            [
-                tokenizers.AddedToken(token, special=kind == _CONTROL, normalized=False)
-                for token, its_kind in zip(tokens, types, strict=True)
-                if its_kind == kind and token
-            ]
-        )
     return backend

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from pyferrum.checkpoint.byte_level import RULES, byte_level_bpe
 from pyferrum.checkpoint.metadata import strings_value, typed_value
+from pyferrum.checkpoint.sentencepiece import check_settings, sentencepiece_bpe
 from pyferrum.checkpoint.stored import read_json
+from pyferrum.checkpoint.vocabulary import Vocabulary
 from pyferrum.errors import CheckpointError, InvalidArgument
 
 if TYPE_CHECKING:
@@ -71,13 +73,14 @@ class Tokenizer:
         """
         path = Path(path)
         settings = cls.check_gguf(metadata, path)
-        tokens = typed_value(metadata, path, "tokenizer.ggml.tokens", list[str])
+        vocabulary, rule = Vocabulary(metadata, path), settings.pop("rule")
         bos, eos = settings.pop("bos_token"), settings.pop("eos_token")
+        backend = byte_level_bpe(metadata, vocabulary, rule) if rule else sentencepiece_bpe(metadata, vocabulary)
         return cls(
-            byte_level_bpe(metadata, path, tokens, settings.pop("rule")),
+            vocabulary.add_to(backend),
             path,
-            bos_token=None if bos is None else tokens[bos],
-            eos_token=None if eos is None else tokens[eos],
+            bos_token=None if bos is None else vocabulary.tokens[bos],
+            eos_token=None if eos is None else vocabulary.tokens[eos],
             **settings,
         )
 
@@ -85,21 +88,25 @@ class Tokenizer:
     def check_gguf(cls, metadata: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
         """What `from_gguf` reads beside the vocabulary itself: quick, and where most files that will not do are found.
 
-        Raises what `from_gguf` raises, but for tokens that repeat, are not UTF-8 or do not fit their merges or types.
+        Raises what `from_gguf` raises, but for tokens that repeat, are not UTF-8 or do not fit their merges or scores.
         """
         path = Path(path)
         model = typed_value(metadata, path, "tokenizer.ggml.model", str)
-        if model != "gpt2":
+        instead = "Use the model's tokenizer.json with Tokenizer.from_files instead"
+        if model not in ("gpt2", "llama"):
             raise CheckpointError(
-                f"{path}: tokenizer.ggml.model is {model!r}; known: 'gpt2' (byte-level BPE). Use "
-                "the model's tokenizer.json with Tokenizer.from_files instead"
+                f"{path}: tokenizer.ggml.model is {model!r}; known: 'gpt2' (byte-level BPE), 'llama' (SentencePiece "
+                f"BPE). {instead}"
             )
-        name = typed_value(metadata, path, "tokenizer.ggml.pre", str)
-        if name not in RULES:
+        name = typed_value(metadata, path, "tokenizer.ggml.pre", str) if model == "gpt2" else None
+        if name is not None and name not in RULES:
             raise CheckpointError(
                 f"{path}: tokenizer.ggml.pre is {name!r}, a splitting rule this reader does not know; "
-                f"known: {', '.join(RULES)}. Use the model's tokenizer.json with Tokenizer.from_files instead"
+                f"known: {', '.join(RULES)}. {instead}"
             )
+        rule = None if name is None else RULES[name]
+        if rule is None:
+            check_settings(metadata, path)
         count = len(strings_value(metadata, path, "tokenizer.ggml.tokens"))
 
         def token_id(role: str) -> int | None:
@@ -111,12 +118,12 @@ class Tokenizer:
         bos, eos = token_id("bos"), token_id("eos")
         endings = (eos, token_id("eot"), token_id("eom"))
         return {
-            "rule": RULES[name],
+            "rule": rule,
             "bos_token": bos,
             "eos_token": eos,
             "bos_token_id": bos,
             "eos_token_ids": [ending for ending in endings if ending is not None],
-            "add_bos": typed_value(metadata, path, "tokenizer.ggml.add_bos_token", bool, RULES[name].add_bos),
+            "add_bos": typed_value(metadata, path, "tokenizer.ggml.add_bos_token", bool, rule is None or rule.add_bos),
             "chat_template": typed_value(metadata, path, "tokenizer.chat_template", str, None),
         }
 
@@ -214,9 +221,27 @@ class Tokenizer:
             raise InvalidArgument(f"ids: expected token ids, got {min(numbers)}")
         return self._backend.decode(numbers, skip_special_tokens=skip_special)
 
-    def stream(self, *, skip_special: bool = False) -> TextStream:
-        """A decoder for one sequence that arrives token by token."""
-        return TextStream(self, skip_special)
+    def stream(self, *, skip_special: bool = False, after: Sequence[int] = ()) -> TextStream:
+        """A decoder for one sequence that arrives token by token.
+
+        `after`: what it continues, whose text is not given again. SentencePiece drops the space that a text begins
+        with, and so begins a text behind a special token; behind others the space stays.
+        """
+        return TextStream(self, skip_special, self._last_words(after))
+
+    def _last_words(self, ids: Sequence[int]) -> list[int]:
+        """A few ids at the end of these that are whole characters of ordinary text, or none."""
+        last = list(ids[-8:])
+        for at in range(len(last), 0, -1):
+            if last[at - 1] in self._special_ids:
+                last = last[at:]
+                break
+        return [] if self.decode(last).endswith("\ufffd") else last
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(index for index, token in added.items() if token.special)
 
     def apply_chat_template(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **variables: Any
@@ -262,10 +287,10 @@ class TextStream:
     A piece ends where a character does: bytes of an unfinished one wait for the next token, or for `flush`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool, context: list[int]) -> None:
         self._tokenizer, self._skip_special = tokenizer, skip_special
         # Decoders may treat the first token differently (a leading space): one finished stretch is kept.
-        self._context: list[int] = []
+        self._context = context
         self._pending: list[int] = []
         self._sent = 0
 
