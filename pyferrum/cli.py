@@ -120,6 +120,7 @@ def inspect(arguments: argparse.Namespace) -> None:
         "rope": f"theta {attention.rope_theta:g}, {attention.rotary_dim} dims, "
         + ("interleaved" if attention.rope_interleaved else "half-split")
         + f", scaling {attention.rope_scaling}",
+        "sliding_window": attention.sliding_window,
         "maximum_context_tokens": attention.maximum_context_tokens,
         "state_bytes_per_token": attention.bytes_per_token * config.layers,
         "weights": ", ".join(f"{count} {name}" for name, count in formats.most_common()),

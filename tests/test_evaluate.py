@@ -325,6 +325,13 @@ def test_compare__same_tokens_are_paired(small: pf.Model, tmp_path: Path) -> Non
         assert mean.standard_error == pytest.approx(np.hypot(pair[0]["standard_error"], pair[1]["standard_error"]))
 
 
+def test_compare__refuses_nlls_that_do_not_fit(small: pf.Model) -> None:
+    a = evaluate(small, TEXT, window=8).to_dict(nlls=True)
+    short = a | {"token_nlls": a["token_nlls"][1:]}
+    with pytest.raises(pf.InvalidArgument, match=r"b: token_nlls: expected \d+ of them, for a's tokens"):
+        compare(a, short)
+
+
 def test_compare__lists_every_setting_that_differs(small: pf.Model) -> None:
     a, b = evaluate(small, TEXT, window=8), evaluate(small, TEXT, method="rolling", window=9, bos=None)
     different = compare(a, b).measured_differently

@@ -271,6 +271,18 @@ def test_biases__of_both_formats_are_used(tmp_path: Path) -> None:
     assert np.abs(plain - ours).max() > 20 * bound
 
 
+def test_context__is_no_longer_than_a_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """16,384 pages of 512 tokens: published contexts of a million tokens are beyond that where heads are many."""
+    for longest, kept, said in ((2**23, 2**23, ""), (2**23 + 1, 2**23, "holds 8388608 tokens of the model's context")):
+        caplog.clear()
+        model = pf.load(tiny.write_tiny(tmp_path, config={"max_position_embeddings": longest}))
+        assert model.config.attention.maximum_context_tokens == kept
+        assert said in caplog.text and bool(said) == bool(caplog.text)
+        model.init_state().close()
+    with pytest.raises(pf.CheckpointError, match="maximum_context_tokens"):
+        pf.load(tiny.write_tiny(tmp_path, config={"max_position_embeddings": 0}))
+
+
 def test_file__sizes_of_heads_are_read(tmp_path: Path) -> None:
     keys = {"head_count_kv": [2, 2], "key_length": 8, "value_length": 8}
     rows = {

@@ -62,7 +62,8 @@ def compare(a: Evaluation | Mapping[str, Any], b: Evaluation | Mapping[str, Any]
     independent means.
 
     Raises:
-        InvalidArgument: one is a perplexity and the other of tasks, or they have no task in common.
+        InvalidArgument: one is a perplexity and the other of tasks, they have no task in common, or their NLLs are not
+            as many though they say that they are of the same tokens.
     """
     a, b = (value.to_dict(nlls=True) if isinstance(value, Evaluation) else value for value in (a, b))
     if a["kind"] != b["kind"]:
@@ -80,7 +81,12 @@ def _perplexities(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference
     errors = a["standard_error"], b["standard_error"]
     error = None
     if paired:
-        gaps = np.asarray(b["token_nlls"], np.float64) - np.asarray(a["token_nlls"], np.float64)
+        nlls_a, nlls_b = (np.asarray(x["token_nlls"], np.float64) for x in (a, b))
+        if nlls_a.shape != nlls_b.shape:
+            raise InvalidArgument(
+                f"b: token_nlls: expected {len(nlls_a)} of them, for a's tokens (scored_sha256), got {len(nlls_b)}"
+            )
+        gaps = nlls_b - nlls_a
         error = float(gaps.std()) / (len(gaps) - 1) ** 0.5 if len(gaps) > 1 else None
     elif None not in errors:
         error = sum(e**2 for e in errors) ** 0.5

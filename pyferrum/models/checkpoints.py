@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -9,14 +11,21 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import DTypeLike
 
+from pyferrum import _native
 from pyferrum.checkpoint import Tokenizer, open_gguf, open_safetensors
 from pyferrum.device import Device, default_device
 from pyferrum.errors import CheckpointError, InvalidArgument, UnsupportedError
 from pyferrum.formats import hidden_format
 from pyferrum.models import llama_files
+from pyferrum.models.llama import LlamaConfig
 from pyferrum.models.llama_files import FAMILIES
 from pyferrum.models.loading import TensorLoader, check_unquantised
 from pyferrum.models.model import Model
+
+logger = logging.getLogger("pyferrum")
+
+_PAGE_BYTES = _native.constant("FERRUM_PAGE_BYTES")
+_MAX_STATE_PAGES = _native.constant("FERRUM_MAX_STATE_PAGES")
 
 
 def load(
@@ -61,7 +70,7 @@ def _load_gguf(path: Path, dtype: DTypeLike, device: Device, strict: bool) -> Mo
     if family is None:
         known = ", ".join(one.gguf for one in FAMILIES if one.gguf)
         raise UnsupportedError(f"{path}: architecture {architecture!r} is not built; known: {known}")
-    config = llama_files.gguf_config(file, family)
+    config = _within_pages(llama_files.gguf_config(file, family), path)
     config.attention.native(device)
     loader = TensorLoader(path, file.tensors, file.files, device)
     params = llama_files.gguf_params(family, config, loader)
@@ -82,7 +91,7 @@ def _load_safetensors(path: Path, dtype: DTypeLike, device: Device, strict: bool
         known = ", ".join(one.hf for one in FAMILIES)
         raise UnsupportedError(f"{path}: architecture {named}; known: {known}")
     check_unquantised(files)
-    config = llama_files.hf_config(files, family)
+    config = _within_pages(llama_files.hf_config(files, family), path)
     config.attention.native(device)
     loader = TensorLoader(path, files.tensors, files.files, device)
     params = llama_files.hf_params(files, family, config, loader)
@@ -90,6 +99,18 @@ def _load_safetensors(path: Path, dtype: DTypeLike, device: Device, strict: bool
     folder = path if path.is_dir() else path.parent
     tokenizer = partial(Tokenizer.from_files, folder) if (folder / "tokenizer.json").is_file() else None
     return Model(config, params, tokenizer, path=path, dtype=dtype, device=device, memory=_memory(loader))
+
+
+def _within_pages(config: LlamaConfig, path: Path) -> LlamaConfig:
+    """The configuration, with no longer context than a state has pages for."""
+    attention = config.attention
+    most = _MAX_STATE_PAGES * (_PAGE_BYTES // max(1, attention.bytes_per_token))
+    if not 0 < most < attention.maximum_context_tokens:  # none: such heads are refused by name
+        return config
+    logger.warning(
+        "%s: a state holds %d tokens of the model's context of %d", path, most, attention.maximum_context_tokens
+    )
+    return replace(config, attention=replace(attention, maximum_context_tokens=most))
 
 
 def _memory(loader: TensorLoader) -> dict[str, int]:
