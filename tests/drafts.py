@@ -216,7 +216,7 @@ class Chain:
     """A target of six tokens whose logits are random numbers of the last one: what the loop asks of a model."""
 
     size = 6
-    tokenizer = SimpleNamespace(eos_token_ids=frozenset(), stream=lambda: SimpleNamespace(push=str, flush=str))
+    tokenizer = SimpleNamespace(eos_token_ids=frozenset(), stream=lambda after: SimpleNamespace(push=str, flush=str))
     config = SimpleNamespace(attention=SimpleNamespace(maximum_context_tokens=1 << 40), vocabulary=size)
 
     def __init__(self, seed: int) -> None:
