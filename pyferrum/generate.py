@@ -87,11 +87,15 @@ def token_ids(tokens: Any, name: str) -> list[int]:
 
 
 def prompt_tokens(model: Model, prompt: Prompt, *, continued: bool = False) -> list[int]:
-    """Token ids of a prompt; of a text, behind BOS if the tokenizer says so and nothing came before."""
+    """Token ids of a prompt; of a text, behind BOS if the tokenizer says so and nothing came before.
+
+    A text goes on where that ended; chat messages begin anew.
+    """
     text = prompt_text(model, prompt)
     if text is None:
         return token_ids(prompt, "prompt")
-    return model.tokenizer.encode(text, add_bos=False if continued else None)
+    goes_on = continued and isinstance(prompt, str)
+    return model.tokenizer.encode(text, add_bos=False if continued else None, continued=goes_on)
 
 
 def continues(state: ModelState | None) -> bool:

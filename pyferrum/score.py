@@ -81,9 +81,11 @@ def score(
         if not isinstance(continuation, str):
             context, tokens = ids, token_ids(continuation, f"continuations[{index}]")
         elif text is None:
-            context, tokens = ids, model.tokenizer.encode(continuation, add_bos=False)
+            goes_on = model.tokenizer.ends_in_text(ids) if ids else before
+            context, tokens = ids, model.tokenizer.encode(continuation, add_bos=False, continued=goes_on)
         else:
-            context, tokens = encode_pair(model.tokenizer, text, continuation, add_bos=False if before else None)
+            add_bos, goes_on = False if before else None, before and isinstance(prompt, str)
+            context, tokens = encode_pair(model.tokenizer, text, continuation, add_bos=add_bos, continued=goes_on)
         if not context:
             context = _stand_in(model, before)
         if not tokens:
@@ -140,7 +142,7 @@ def score_tokens(
 
 
 def encode_pair(
-    tokenizer: Tokenizer, context: str, continuation: str, *, add_bos: bool | None = None
+    tokenizer: Tokenizer, context: str, continuation: str, *, add_bos: bool | None = None, continued: bool = False
 ) -> tuple[list[int], list[int]]:
     """Tokens of a context and of what follows it, as they are in the whole text.
 
@@ -153,14 +155,16 @@ def encode_pair(
         context: may be empty; then it has no tokens, or BOS alone.
         continuation: the text to score.
         add_bos: BOS in front; None for the tokenizer's setting. Never a second one.
+        continued: the context goes on behind another text.
     """
     kept = context.rstrip()
     continuation = context[len(kept) :] + continuation
-    head = tokenizer.encode(kept, add_bos=add_bos)
-    whole = tokenizer.encode(kept + continuation, add_bos=add_bos)
+    head = tokenizer.encode(kept, add_bos=add_bos, continued=continued)
+    whole = tokenizer.encode(kept + continuation, add_bos=add_bos, continued=continued)
     if whole[: len(head)] == head and (len(whole) > len(head) or not continuation):
         return head, whole[len(head) :]
-    return head, tokenizer.encode(continuation, add_bos=False)
+    goes_on = tokenizer.ends_in_text(head) if head else continued
+    return head, tokenizer.encode(continuation, add_bos=False, continued=goes_on)
 
 
 def _stand_in(model: Model, continued: bool) -> list[int]:

@@ -18,7 +18,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 9},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True},
     "qwen2_window": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"} | _WINDOW,
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 32, "rms_norm_eps": 1e-6},
+    "qwen3": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "head_dim": 32,
+        "rms_norm_eps": 0.1,
+        "rope_theta": 500.0,
+    },
 }
 GGUF = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """Those that llama.cpp has a converter for, with their `general.architecture`; it drops windows."""
@@ -50,7 +56,10 @@ def write_folder(folder: Path, name: str, **config: Any) -> Path:
 def write_gguf(path: Path, name: str) -> Path:
     """The model as a GGUF file."""
     config, architecture = tiny.CONFIG | FAMILIES[name], GGUF[name]
-    keys: dict[str, Any] = {f"{architecture}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"]}
+    keys: dict[str, Any] = {
+        f"{architecture}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        f"{architecture}.rope.freq_base": config["rope_theta"],
+    }
     if "head_dim" in config:
         keys |= {f"{architecture}.attention.{x}_length": config["head_dim"] for x in ("key", "value")}
     return tiny.write_tiny_gguf(

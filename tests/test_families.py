@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import pyferrum as pf
+from pyferrum.rope import YarnScaling
 from tests import families, tiny
 
 FIGURES = np.load(Path(__file__).parent / "figures" / "families.npz")
@@ -105,6 +106,20 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], type[Exception], s
         pf.UnsupportedError,
         r"q_proj\.bias', .* LlamaForCausalLM has no such part",
     ),
+    "a bias of tied logits": (
+        "qwen2",
+        {},
+        {"lm_head.bias": norm(tiny.VOCABULARY)},
+        pf.UnsupportedError,
+        r"'lm_head\.bias': a bias of the logits is not built",
+    ),
+    "a number beyond floats": (
+        "llama",
+        {"rms_norm_eps": 10**400},
+        {},
+        pf.CheckpointError,
+        "rms_norm_eps: expected float",
+    ),
     "windows in some layers": (
         "qwen2_window",
         {"max_window_layers": 1},
@@ -136,6 +151,19 @@ def test_load__refuses_what_the_family_has_not(case: str, tmp_path: Path) -> Non
     weights = {key: x for key, x in given.items() if x is not None}
     with pytest.raises(error, match=message):
         pf.load(tiny.write_tiny(tmp_path / "bad", weights=weights, config=families.FAMILIES[name] | config))
+
+
+def test_context__goes_as_far_as_yarn(tmp_path: Path) -> None:
+    """Qwen's advice is to add the scaling alone; transformers does not bound the context."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    for scaling, longest in ((None, 32), (yarn, 128), (yarn | {"factor": 0.5}, 32)):
+        config = {"max_position_embeddings": 32, "rope_scaling": scaling}
+        model = pf.load(families.write_folder(tmp_path, "qwen3", **config))
+        assert model.config.attention.maximum_context_tokens == longest
+    keys = {"llama.context_length": 32, "llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
+    file = pf.load(tiny.write_tiny_gguf(tmp_path / "y.gguf", keys=keys))
+    assert file.config.attention.rope_scaling == YarnScaling(4.0, 32), "the original context is that of the file"
+    assert file.config.attention.maximum_context_tokens == 128
 
 
 def test_load__names_the_families(tmp_path: Path) -> None:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import pyferrum as pf
 from pyferrum.checkpoint import Tokenizer, open_gguf
 from pyferrum.errors import CheckpointError
+from pyferrum.score import encode_pair
+from tests import tiny
+from tests.drafts import Itself
 
 TEXT = resources.files("pyferrum").joinpath("data/tidewatch.txt").read_text()
 TEXTS = (
@@ -75,10 +82,8 @@ def write(theirs: Any, tmp_path_factory: pytest.TempPathFactory) -> Write:
         writer.add_tokenizer_model("llama")
         for name, values in lists.items():
             writer.add_array(f"tokenizer.ggml.{name}", values)
-        writer.add_bos_token_id(theirs.bos_id())
-        writer.add_eos_token_id(theirs.eos_id())
         for key, value in keys.items():
-            {bool: writer.add_bool, str: writer.add_string}[type(value)](f"tokenizer.ggml.{key}", value)
+            {bool: writer.add_bool, list: writer.add_array}[type(value)](f"tokenizer.ggml.{key}", value)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.close()
@@ -121,9 +126,65 @@ def test_stream__behind_a_text_keeps_its_space(ours: Tokenizer) -> None:
 
     assert streamed(prompt) == " turns twice"
     assert streamed([]) == streamed(ours.encode("")) == streamed(ours.encode("The tide[INST]")) == "turns twice"
+    assert streamed(ours.encode("The \u65e5\u672c\u8a9e")) == " turns twice", "the last ids begin inside a character"
     unfinished = ours.encode("\U0001f642", add_bos=False)[:-2]
     assert ours.decode(unfinished).endswith("\ufffd")
-    assert streamed(unfinished) == "turns twice"
+    assert streamed(unfinished[1:]) == "turns twice"
+
+
+def test_pairs__and_continuations_are_the_text_that_was_given(ours: Tokenizer, theirs: Any) -> None:
+    """A continuation encoded alone must not get a space of its own."""
+    for context, continuation in (("The t", "ide"), ("A: un", "happy"), ("The tide", "s"), ("", "tide"), ("x", " y")):
+        head, tail = encode_pair(ours, context, continuation)
+        assert ours.decode([*head, *tail], skip_special=True) == context + continuation
+        assert head[0] == ours.bos_token_id
+    head, tail = encode_pair(ours, "", "ide", add_bos=False, continued=True)
+    assert (head, ours.decode([theirs.piece_to_id("t"), *tail])) == ([], "tide")
+
+
+def test_ids__follow_scores_not_places(write: Write, theirs: Any) -> None:
+    """The same tokens in another order; those of training are in the order of their scores."""
+    first = theirs.piece_to_id("<0xFF>") + 1
+    places = [*range(first), *range(theirs.vocab_size() - 1, first - 1, -1)]
+    moved = write(
+        {
+            "tokens": {i: theirs.id_to_piece(place) for i, place in enumerate(places)},
+            "scores": {i: theirs.get_score(place) for i, place in enumerate(places)},
+        }
+    )
+    assert [places[i] for i in moved.encode(TEXT, add_bos=False)] == theirs.encode(TEXT)
+
+
+def test_continued__text_gets_no_space(ours: Tokenizer, theirs: Any, tmp_path: Path) -> None:
+    """Of a GGUF file as of a tokenizer.json, in both of its spellings."""
+    backend = json.loads(ours._backend.to_str())
+    metaspace = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False}
+    for name, parts in (
+        ("prepend", {"normalizer": backend["normalizer"]}),
+        ("metaspace", {"normalizer": None, "pre_tokenizer": metaspace}),
+        ("sequence", {"normalizer": None, "pre_tokenizer": {"type": "Sequence", "pretokenizers": [metaspace]}}),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps(backend | parts))
+    for tokenizer in (ours, *(Tokenizer.from_files(tmp_path / x) for x in ("prepend", "metaspace", "sequence"))):
+        for text in ("s", "happy tide", "\n", " and"):
+            begun = tokenizer.encode(text, add_bos=False)
+            assert begun == theirs.encode(text) or text == " and"  # Metaspace puts no second space in front
+            continued = tokenizer.encode(text, add_bos=False, continued=True)
+            assert ours.decode([theirs.piece_to_id("a"), *continued]) == "a" + text
+            assert tokenizer.encode("a", add_bos=False, continued=True) == [theirs.piece_to_id("a")]
+        assert tokenizer.ends_in_text(begun)
+        assert not tokenizer.ends_in_text([])
+        assert not tokenizer.ends_in_text([*begun, theirs.piece_to_id("[INST]")])
+
+
+def test_decode__keeps_what_stands_beside_a_byte_that_is_no_text(ours: Tokenizer, theirs: Any) -> None:
+    newline, first = theirs.piece_to_id("<0x0A>"), theirs.piece_to_id("<0xE6>")
+    day, a = theirs.encode("\u65e5")[1:], theirs.encode("a")
+    for ids in ([newline, first, *a], [*day, first, *a], [first, newline], [newline, *day]):
+        assert ours.decode(ids) == theirs.decode(ids).removeprefix(" ")
+        stream = ours.stream()
+        assert "".join([*map(stream.push, ids), stream.flush()]) == ours.decode(ids)
 
 
 def test_ends__cover_the_text(ours: Tokenizer) -> None:
@@ -142,7 +203,7 @@ def test_special__tokens_are_found_in_text(ours: Tokenizer, theirs: Any) -> None
     hi = theirs.encode("hi")
     assert ours.encode("[INST]hi<tool>hi") == [theirs.bos_id(), control, *hi, tool, *hi]
     assert ours.encode("<s>hi") == ours.encode("hi") == [theirs.bos_id(), *hi]
-    assert ours.decode([control, tool, *hi], skip_special=True).replace(" ", "") == "<tool>hi"
+    assert ours.decode([control, tool, *hi], skip_special=True) == "<tool> hi"
 
 
 def test_settings__of_the_file_hold(write: Write, theirs: Any) -> None:
@@ -154,15 +215,66 @@ def test_settings__of_the_file_hold(write: Write, theirs: Any) -> None:
 
 
 def test_damage__is_named(write: Write, theirs: Any) -> None:
-    for change, message in (
+    changes: tuple[tuple[dict[str, dict[int, Any]], str], ...] = (
         ({"scores": {5: None}}, r"tokenizer\.ggml\.scores should have 900 entries"),
         ({"scores": {5: float("nan")}}, r"tokenizer\.ggml\.scores: expected finite numbers"),
         ({"token_type": {5: None}}, r"tokenizer\.ggml\.token_type should have 900 entries"),
         ({"tokens": {800: "<s>"}}, "are both '<s>'"),
         ({"tokens": {theirs.piece_to_id("<0x41>"): "<0x4G>"}}, r"'<0x4G>' is of the type of bytes"),
-    ):
+    )
+    for change, message in changes:
         with pytest.raises(CheckpointError, match=message):
             write(change)
-    for keys in ({"precompiled_charsmap": "x"}, {"remove_extra_whitespaces": True}):
+    many: dict[str, dict[int, Any]] = {"token_type": {i: 1 for i in range(theirs.vocab_size()) if theirs.is_byte(i)}}
+    assert write(many).encode("\u65e5", add_bos=False)[-1] == theirs.unk_id()
+    many["token_type"][theirs.unk_id()] = 3
+    with pytest.raises(CheckpointError, match="expected 256 tokens of bytes, or an unknown one"):
+        write(many)
+    with pytest.raises(CheckpointError, match="a token has 5,000 characters; expected at most 1,024"):
+        write({"tokens": {800: "x" * 5000}})
+    for keys in ({"precompiled_charsmap": [1, 2]}, {"remove_extra_whitespaces": True}):
         with pytest.raises(CheckpointError, match=f"{next(iter(keys))}: text that is changed first is not built"):
             write(**keys)
+
+
+@pytest.fixture(scope="module")
+def model(ours: Tokenizer, theirs: Any, tmp_path_factory: pytest.TempPathFactory) -> pf.Model:
+    """A random model over the vocabulary."""
+    rng, size = np.random.default_rng(5), theirs.vocab_size()
+    rows = {
+        name: rng.standard_normal((size, tiny.HIDDEN)).astype(np.float16)
+        for name in ("model.embed_tokens.weight", "lm_head.weight")
+    }
+    folder = tmp_path_factory.mktemp("model")
+    loaded = pf.load(tiny.write_tiny(folder, weights=tiny.tensors() | rows, config={"vocab_size": size}))
+    return pf.Model(loaded.config, loaded.params, ours, path=folder, device=loaded.device)
+
+
+def test_generate__text_joins_the_prompt(model: pf.Model, ours: Tokenizer) -> None:
+    starts = 0
+    for key in range(20):
+        options: dict[str, Any] = {"max_tokens": 8, "temp": 2.0, "key": key}
+        for steps in (
+            list(pf.generate(model, "The tide", ignore_eos=True, **options)),
+            list(pf.speculative_generate(model, Itself(model), "The tide", ignore_eos=True, **options)),
+        ):
+            ids = [*ours.encode("The tide", add_bos=False), *(step.token for step in steps)]
+            text = "".join(step.text for step in steps)
+            assert "The tide" + text == ours.decode(ids)
+            starts += text.startswith(" ")
+    assert starts, "some go on with a new word"
+
+
+def test_state__is_continued_without_a_space(model: pf.Model, ours: Tokenizer) -> None:
+    state = next(iter(pf.generate(model, "The tide", max_tokens=1))).state
+    for text in ("s", " and"):
+        ids = ours.encode(text, add_bos=False, continued=True)
+        assert ids != ours.encode(text, add_bos=False)
+        one, other = (next(iter(pf.generate(model, prompt, state=state))) for prompt in (text, ids))
+        assert one.prompt_tokens == len(ids)
+        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+        for context, expected in (
+            (ours.encode("The tide"), ids),
+            ([ours.bos_token_id], ours.encode(text, add_bos=False)),
+        ):
+            assert list(pf.score(model, context, [text])[0].tokens) == expected

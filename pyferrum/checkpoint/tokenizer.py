@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from pyferrum.checkpoint.byte_level import RULES, byte_level_bpe
 from pyferrum.checkpoint.metadata import strings_value, typed_value
-from pyferrum.checkpoint.sentencepiece import check_settings, sentencepiece_bpe
+from pyferrum.checkpoint.sentencepiece import DEFAULT_IDS, Pieces, check_settings, sentencepiece_bpe
 from pyferrum.checkpoint.stored import read_json
 from pyferrum.checkpoint.vocabulary import Vocabulary
 from pyferrum.errors import CheckpointError, InvalidArgument
@@ -52,8 +52,10 @@ class Tokenizer:
         chat_template: str | None,
         bos_token: str | None,
         eos_token: str | None,
+        pieces: Pieces | None = None,
     ) -> None:
         self._backend = backend
+        self._pieces = pieces
         self._path = path
         self.bos_token_id = bos_token_id
         endings = list(eos_token_ids)
@@ -75,10 +77,12 @@ class Tokenizer:
         settings = cls.check_gguf(metadata, path)
         vocabulary, rule = Vocabulary(metadata, path), settings.pop("rule")
         bos, eos = settings.pop("bos_token"), settings.pop("eos_token")
+        pieces = None if rule else Pieces(metadata, vocabulary)
         backend = byte_level_bpe(metadata, vocabulary, rule) if rule else sentencepiece_bpe(metadata, vocabulary)
         return cls(
             vocabulary.add_to(backend),
             path,
+            pieces=pieces,
             bos_token=None if bos is None else vocabulary.tokens[bos],
             eos_token=None if eos is None else vocabulary.tokens[eos],
             **settings,
@@ -110,7 +114,8 @@ class Tokenizer:
         count = len(strings_value(metadata, path, "tokenizer.ggml.tokens"))
 
         def token_id(role: str) -> int | None:
-            value = typed_value(metadata, path, f"tokenizer.ggml.{role}_token_id", int, None)
+            default = DEFAULT_IDS.get(role) if rule is None else None
+            value = typed_value(metadata, path, f"tokenizer.ggml.{role}_token_id", int, default)
             if value is not None and not 0 <= value < count:
                 raise CheckpointError(f"{path}: the {role} token is {value}, with {count:,} tokens")
             return value
@@ -186,20 +191,27 @@ class Tokenizer:
         """Number of tokens, added ones included. A model's embedding may have more rows, for padding."""
         return self._backend.get_vocab_size()
 
-    def encode(self, text: str, *, add_bos: bool | None = None) -> list[int]:
+    def encode(self, text: str, *, add_bos: bool | None = None, continued: bool = False) -> list[int]:
         """Token ids of `text`.
 
         BOS comes first if `add_bos` (None: the file's setting), but never a second one when the text itself
-        begins with it. Bytes that the vocabulary has no token for are dropped, as llama.cpp does (the demo
-        model lacks a few control characters). Raises InvalidArgument if BOS is asked of a model without one.
+        begins with it. `continued`: the text goes on behind another (see `ends_in_text`), so it does not get the space
+        that SentencePiece lets a text begin with. Bytes that a byte-level vocabulary has no token for are dropped, as
+        llama.cpp does (the demo model lacks a few control characters). Raises InvalidArgument if BOS is asked of a
+        model without one.
         """
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        backend = self._continuing if continued else self._backend
+        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
         if add_bos and self.bos_token_id is None:
             raise InvalidArgument(f"add_bos=True, but the tokenizer of {self._path} has no BOS token")
         wanted = self.add_bos if add_bos is None else add_bos
         if wanted and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             ids.insert(0, self.bos_token_id)
         return ids
+
+    def ends_in_text(self, ids: Sequence[int]) -> bool:
+        """Whether text behind these ids continues one; behind a special token, or nothing, it begins anew."""
+        return len(ids) > 0 and ids[-1] not in self._special_ids
 
     def ends(self, text: str) -> list[int]:
         """Where the text of each token of `encode(text, add_bos=False)` ends in `text`, counted in characters.
@@ -219,6 +231,8 @@ class Tokenizer:
         numbers = [int(i) for i in ids]
         if min(numbers, default=0) < 0:
             raise InvalidArgument(f"ids: expected token ids, got {min(numbers)}")
+        if self._pieces is not None:
+            return self._pieces.text(i for i in numbers if not (skip_special and i in self._special_ids))
         return self._backend.decode(numbers, skip_special_tokens=skip_special)
 
     def stream(self, *, skip_special: bool = False, after: Sequence[int] = ()) -> TextStream:
@@ -230,13 +244,24 @@ class Tokenizer:
         return TextStream(self, skip_special, self._last_words(after))
 
     def _last_words(self, ids: Sequence[int]) -> list[int]:
-        """A few ids at the end of these that are whole characters of ordinary text, or none."""
+        """A few ids at the end of these that are ordinary text and whole characters in the end, or none."""
         last = list(ids[-8:])
-        for at in range(len(last), 0, -1):
-            if last[at - 1] in self._special_ids:
-                last = last[at:]
-                break
-        return [] if self.decode(last).endswith("\ufffd") else last
+        while last and (self._special_ids.intersection(last) or self.decode(last).endswith("\ufffd")):
+            del last[0]
+        return last
+
+    @cached_property
+    def _continuing(self) -> tokenizers.Tokenizer:
+        """The backend without what it puts in front of a text."""
+        import tokenizers
+
+        parts = (self._backend.normalizer, self._backend.pre_tokenizer)
+        if not any(b"Prepend" in part.__getstate__() or b"Metaspace" in part.__getstate__() for part in parts if part):
+            return self._backend
+        source = json.loads(self._backend.to_str())
+        source["normalizer"] = _without_first_space(source["normalizer"])
+        source["pre_tokenizer"] = _without_first_space(source["pre_tokenizer"])
+        return tokenizers.Tokenizer.from_str(json.dumps(source))
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
@@ -282,7 +307,8 @@ class Tokenizer:
 
 
 class TextStream:
-    """Text of a token sequence as it grows. All pieces together are `decode` of all the ids.
+    """Text of a token sequence as it grows. All pieces together are `decode` of all the ids (behind those of `after`),
+    but for byte tokens of a tokenizer.json that are not UTF-8: `decode` there gives U+FFFD for their neighbours too.
 
     A piece ends where a character does: bytes of an unfinished one wait for the next token, or for `flush`.
     """
@@ -318,6 +344,18 @@ class TextStream:
         decode = self._tokenizer.decode
         before = decode(self._context, skip_special=self._skip_special)
         return decode(self._context + self._pending, skip_special=self._skip_special)[len(before) :]
+
+
+def _without_first_space(part: Any) -> Any:
+    """A normalizer or a pre-tokenizer of a tokenizer.json that puts no space in front of a text."""
+    if not part or part["type"] == "Prepend":
+        return None
+    if part["type"] == "Metaspace":
+        return part | {"prepend_scheme": "never"}
+    for members in ("normalizers", "pretokenizers"):
+        if members in part:
+            return part | {members: [x for x in map(_without_first_space, part[members]) if x]}
+    return part
 
 
 def _template_in(folder: Path, config: Mapping[str, Any]) -> str | None:

@@ -18,12 +18,16 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
 
 class Vocabulary:
-    """`tokenizer.ggml.tokens` and their types, of which an open GGUF file has one for each."""
+    """`tokenizer.ggml.tokens` and their types. Raises CheckpointError if these are not as many."""
 
     def __init__(self, metadata: Mapping[str, Any], path: Path) -> None:
         self.path = path
         self.tokens = typed_value(metadata, path, "tokenizer.ggml.tokens", list[str])
         self.types = typed_value(metadata, path, "tokenizer.ggml.token_type", list[int], [NORMAL] * len(self.tokens))
+        if len(self.types) != len(self.tokens):
+            raise CheckpointError(
+                f"{path}: {len(self.tokens):,} tokens, {len(self.types):,} in tokenizer.ggml.token_type"
+            )
 
     @cached_property
     def ids(self) -> dict[str, int]:

@@ -21,6 +21,7 @@ from pyferrum.models.llama import LlamaConfig
 from pyferrum.models.llama_files import FAMILIES
 from pyferrum.models.loading import TensorLoader, check_unquantised
 from pyferrum.models.model import Model
+from pyferrum.rope import YarnScaling
 
 logger = logging.getLogger("pyferrum")
 
@@ -70,7 +71,7 @@ def _load_gguf(path: Path, dtype: DTypeLike, device: Device, strict: bool) -> Mo
     if family is None:
         known = ", ".join(one.gguf for one in FAMILIES if one.gguf)
         raise UnsupportedError(f"{path}: architecture {architecture!r} is not built; known: {known}")
-    config = _within_pages(llama_files.gguf_config(file, family), path)
+    config = _with_context(llama_files.gguf_config(file, family), path)
     config.attention.native(device)
     loader = TensorLoader(path, file.tensors, file.files, device)
     params = llama_files.gguf_params(family, config, loader)
@@ -91,7 +92,7 @@ def _load_safetensors(path: Path, dtype: DTypeLike, device: Device, strict: bool
         known = ", ".join(one.hf for one in FAMILIES)
         raise UnsupportedError(f"{path}: architecture {named}; known: {known}")
     check_unquantised(files)
-    config = _within_pages(llama_files.hf_config(files, family), path)
+    config = _with_context(llama_files.hf_config(files, family), path)
     config.attention.native(device)
     loader = TensorLoader(path, files.tensors, files.files, device)
     params = llama_files.hf_params(files, family, config, loader)
@@ -101,16 +102,17 @@ def _load_safetensors(path: Path, dtype: DTypeLike, device: Device, strict: bool
     return Model(config, params, tokenizer, path=path, dtype=dtype, device=device, memory=_memory(loader))
 
 
-def _within_pages(config: LlamaConfig, path: Path) -> LlamaConfig:
-    """The configuration, with no longer context than a state has pages for."""
+def _with_context(config: LlamaConfig, path: Path) -> LlamaConfig:
+    """The configuration with its whole context: as far as YaRN goes, if a state has the pages."""
     attention = config.attention
+    longest, scaling = attention.maximum_context_tokens, attention.rope_scaling
+    if isinstance(scaling, YarnScaling):
+        longest = max(longest, int(scaling.factor * scaling.original_context))
     most = _MAX_STATE_PAGES * (_PAGE_BYTES // max(1, attention.bytes_per_token))
-    if not 0 < most < attention.maximum_context_tokens:  # none: such heads are refused by name
-        return config
-    logger.warning(
-        "%s: a state holds %d tokens of the model's context of %d", path, most, attention.maximum_context_tokens
-    )
-    return replace(config, attention=replace(attention, maximum_context_tokens=most))
+    if 0 < most < longest:  # none: such heads are refused by name
+        logger.warning("%s: a state holds %d tokens of the model's context of %d", path, most, longest)
+        longest = most
+    return replace(config, attention=replace(attention, maximum_context_tokens=longest))
 
 
 def _memory(loader: TensorLoader) -> dict[str, int]:

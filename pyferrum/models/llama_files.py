@@ -110,6 +110,8 @@ def _params(
     load.require(dict.fromkeys([embedding, *(name for layer in zip(*(names[part] for part in (*_PARTS, *required)),
                                 strict=True) for name in layer), norm, head_name]))  # fmt: skip
     others = [part for part in _HF_LAYER if part not in (*_PARTS, *required, *optional)]
+    if config.tied_embeddings:  # its weight is not looked at, so nothing else finds it
+        load.refuse([f"{output.removesuffix('weight')}bias"], "a bias of the logits is not built")
     load.refuse((name for part in others for name in names[part]), f"{config.architecture} has no such part")
     layers = []
     for index in range(config.layers):
@@ -222,7 +224,7 @@ def _hf_number(files: SafetensorsFiles, key: str, kind: type[Any], *default: Any
     value = (files.config or {}).get(key)
     if value is None and default:
         return default[0]
-    if kind is float and isinstance(value, int):
+    if kind is float and isinstance(value, int) and abs(value) < 2**53:
         value = float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise CheckpointError(f"{files.path}: config.json: {key}: expected {kind.__name__}, got {value!r}")

@@ -14,7 +14,8 @@ _GGUF_NEUTRAL = {"yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_log_mult
 
 
 def gguf_scaling(file: GGUFFile, architecture: str) -> rope.Scaling | None:
-    """The scaling in a GGUF file: `<architecture>.rope.…` and the tensor `rope_freqs.weight`, as llama.cpp reads them.
+    """The scaling in a GGUF file: `<architecture>.rope.…` and the tensor `rope_freqs.weight`, as llama.cpp reads them;
+    YaRN's betas too, which it leaves out for some architectures.
 
     Raises:
         CheckpointError: numbers that no scaling can have.
@@ -49,9 +50,10 @@ def _gguf_scaling(file: GGUFFile, prefix: str) -> rope.Scaling | None:
         return None
     if kind == "linear":
         return rope.LinearScaling(factor)
+    context = file.get(f"{prefix.removesuffix('rope.')}context_length", int)
     yarn = rope.YarnScaling(
         factor,
-        file.get(f"{prefix}scaling.original_context_length", int),
+        file.get(f"{prefix}scaling.original_context_length", int, context),
         number("scaling.yarn_beta_fast", 32.0),
         number("scaling.yarn_beta_slow", 1.0),
     )
