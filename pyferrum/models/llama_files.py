@@ -28,7 +28,7 @@ class Family:
     hf: str
     """In `architectures` of config.json."""
     gguf: str | None
-    """`general.architecture`; None: its GGUF files are those of Llama."""
+    """`general.architecture`; None: its GGUF files are those of Llama, and know no windows."""
     interleaved: bool = False
     """GGUF files hold the rows of q and k permuted, for rotation of pairs (2i, 2i+1)."""
     required: tuple[str, ...] = ()
@@ -107,8 +107,8 @@ def _params(
     query, kv, dim = attention.query_projection_features, attention.kv_features, attention.head_dim
     names = {part: [layer_name(i, part) for i in range(config.layers)] for part in _HF_LAYER}
     head_name = embedding if config.tied_embeddings else output
-    load.require(dict.fromkeys([embedding, *(name for layer in zip(*(names[part] for part in (*_PARTS, *required)),
-                                strict=True) for name in layer), norm, head_name]))  # fmt: skip
+    each = [names[part][i] for i in range(config.layers) for part in (*_PARTS, *required)]
+    load.require(dict.fromkeys([embedding, *each, norm, head_name]))
     others = [part for part in _HF_LAYER if part not in (*_PARTS, *required, *optional)]
     if config.tied_embeddings:  # its weight is not looked at, so nothing else finds it
         load.refuse([f"{output.removesuffix('weight')}bias"], "a bias of the logits is not built")

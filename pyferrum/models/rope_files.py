@@ -50,10 +50,12 @@ def _gguf_scaling(file: GGUFFile, prefix: str) -> rope.Scaling | None:
         return None
     if kind == "linear":
         return rope.LinearScaling(factor)
-    context = file.get(f"{prefix.removesuffix('rope.')}context_length", int)
+    original = file.get(f"{prefix}scaling.original_context_length", int, None)
+    if original is None:
+        original = file.get(f"{prefix.removesuffix('rope.')}context_length", int)
     yarn = rope.YarnScaling(
         factor,
-        file.get(f"{prefix}scaling.original_context_length", int, context),
+        original,
         number("scaling.yarn_beta_fast", 32.0),
         number("scaling.yarn_beta_slow", 1.0),
     )
