@@ -69,7 +69,8 @@ def beam_search(
         max_tokens: new tokens at most.
         length_penalty: exponent of the length that log-probabilities are divided by. 0 ranks by probability, which
             favours beams that end early; 1 by the mean over tokens.
-        state: what came before the prompt; None for nothing. It stays as it is.
+        state: what came before the prompt; None for nothing. It stays as it is. A text goes on in it, without the space
+            that SentencePiece begins texts with: behind a special token, give `tokenizer.encode(text, add_bos=False)`.
         ignore_eos: go on after an end-of-sequence token.
 
     Returns:

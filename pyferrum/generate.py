@@ -130,8 +130,10 @@ def generate(
         top_k: most probable tokens kept; 0 keeps all.
         min_p: least probability kept, relative to the best.
         key: of the draws (`pyferrum.random.key`), or a seed. The same key gives the same text.
-        state: what came before the prompt; None for nothing. It stays as it is. A step's own state does not hold the
-            step's token yet: `generate(model, [step.token, *more], state=step.state)` goes on behind it.
+        state: what came before the prompt; None for nothing. It stays as it is. A text goes on in it, without the space
+            that SentencePiece begins texts with: behind a special token, give `tokenizer.encode(text, add_bos=False)`.
+            A step's own state does not hold the step's token yet: `generate(model, [step.token, *more],
+            state=step.state)` goes on behind it.
         ignore_eos: go on after an end-of-sequence token.
 
     Yields:

@@ -60,7 +60,8 @@ def score(
         model: the model.
         prompt: text, chat messages ({"role", "content"}), or token ids. If it has no tokens, BOS stands in for it.
         continuations: texts, or token ids; at least one token each.
-        state: what came before the prompt; None for nothing. It stays as it is.
+        state: what came before the prompt; None for nothing. It stays as it is. A text goes on in it, without the space
+            that SentencePiece begins texts with: behind a special token, give `tokenizer.encode(text, add_bos=False)`.
         batch_size: continuations that run together; None: as many as make about 512 tokens. No bit depends on it.
 
     Returns:

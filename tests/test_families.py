@@ -104,7 +104,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], type[Exception], s
         {"attention_bias": False},
         {},
         pf.UnsupportedError,
-        r"q_proj\.bias', .* LlamaForCausalLM has no such part",
+        r"q_proj\.bias', .* config\.json: attention_bias is not true",
     ),
     "a bias of tied logits": (
         "qwen2",
@@ -131,8 +131,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], type[Exception], s
         "qwen3",
         {"use_sliding_window": True, "layer_types": ["full_attention"]},
         {},
-        pf.UnsupportedError,
-        r"layers of different windows are not built",
+        pf.CheckpointError,
+        r"layer_types: expected one for each of 2 layers, got 1",
     ),
     "a window of nothing": (
         "mistral",
@@ -160,6 +160,11 @@ def test_context__goes_as_far_as_yarn(tmp_path: Path) -> None:
         config = {"max_position_embeddings": 32, "rope_scaling": scaling}
         model = pf.load(families.write_folder(tmp_path, "qwen3", **config))
         assert model.config.attention.maximum_context_tokens == longest
+    for huge in ({"factor": 1e300}, {"original_max_position_embeddings": 10**400}):
+        model = pf.load(families.write_folder(tmp_path, "qwen3", rope_scaling=yarn | huge))
+        assert model.config.attention.maximum_context_tokens == 2**22, "what a state has pages for"
+    with pytest.raises(pf.CheckpointError, match="maximum_context_tokens"):
+        pf.load(families.write_folder(tmp_path, "qwen3", max_position_embeddings=-5, rope_scaling=yarn))
     keys = {"llama.context_length": 32, "llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
     file = pf.load(tiny.write_tiny_gguf(tmp_path / "y.gguf", keys=keys))
     assert file.config.attention.rope_scaling == YarnScaling(4.0, 32), "the original context is that of the file"

@@ -166,6 +166,7 @@ def test_continued__text_gets_no_space(ours: Tokenizer, theirs: Any, tmp_path: P
     ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "tokenizer.json").write_text(json.dumps(backend | parts))
+        (tmp_path / name / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>"}))
     for tokenizer in (ours, *(Tokenizer.from_files(tmp_path / x) for x in ("prepend", "metaspace", "sequence"))):
         for text in ("s", "happy tide", "\n", " and"):
             begun = tokenizer.encode(text, add_bos=False)
@@ -173,9 +174,17 @@ def test_continued__text_gets_no_space(ours: Tokenizer, theirs: Any, tmp_path: P
             continued = tokenizer.encode(text, add_bos=False, continued=True)
             assert ours.decode([theirs.piece_to_id("a"), *continued]) == "a" + text
             assert tokenizer.encode("a", add_bos=False, continued=True) == [theirs.piece_to_id("a")]
+        for text in ("s</s>s", "</s> s", "a[INST]b<tool>b</s>\n"):  # only what comes first is continued
+            whole, line = (tokenizer.encode(x, add_bos=False) for x in ("\n" + text, "\n"))
+            assert tokenizer.encode(text, add_bos=False, continued=True) == whole[len(line) :]
         assert tokenizer.ends_in_text(begun)
         assert not tokenizer.ends_in_text([])
-        assert not tokenizer.ends_in_text([*begun, theirs.piece_to_id("[INST]")])
+        assert not tokenizer.ends_in_text([theirs.bos_id()])
+        for name in ("[INST]", "<tool>"):
+            behind = [*begun, theirs.piece_to_id(name)]
+            running = tokenizer.encode(f"{name}a", add_bos=False)[1:]
+            goes_on = tokenizer.ends_in_text(behind)
+            assert tokenizer.encode("a", add_bos=False, continued=goes_on) == running
 
 
 def test_decode__keeps_what_stands_beside_a_byte_that_is_no_text(ours: Tokenizer, theirs: Any) -> None:

@@ -200,8 +200,7 @@ class Tokenizer:
         llama.cpp does (the demo model lacks a few control characters). Raises InvalidArgument if BOS is asked of a
         model without one.
         """
-        backend = self._continuing if continued else self._backend
-        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._continued_ids(text) if continued else self._ids(text)
         if add_bos and self.bos_token_id is None:
             raise InvalidArgument(f"add_bos=True, but the tokenizer of {self._path} has no BOS token")
         wanted = self.add_bos if add_bos is None else add_bos
@@ -210,8 +209,27 @@ class Tokenizer:
         return ids
 
     def ends_in_text(self, ids: Sequence[int]) -> bool:
-        """Whether text behind these ids continues one; behind a special token, or nothing, it begins anew."""
-        return len(ids) > 0 and ids[-1] not in self._special_ids
+        """Whether text behind these ids continues one: not behind nothing, BOS alone, or an added token behind which
+        this tokenizer begins anew.
+        """
+        if len(ids) == 0 or list(ids) == [self.bos_token_id]:
+            return False
+        return ids[-1] not in self._added or self._ids(f"{self._added[ids[-1]]}a")[1:] == self._continued_ids("a")
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _continued_ids(self, text: str) -> list[int]:
+        """Those of a text without its first space; from its first added token on it is like any other."""
+        if self._continuing is self._backend:
+            return self._ids(text)
+        encoding = self._continuing.encode(text, add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        for at, index in enumerate(ids):
+            if index in self._added:
+                return ids[:at] + self._ids(text[encoding.offsets[at][0] :])
+        return ids
 
     def ends(self, text: str) -> list[int]:
         """Where the text of each token of `encode(text, add_bos=False)` ends in `text`, counted in characters.
@@ -256,12 +274,20 @@ class Tokenizer:
         import tokenizers
 
         parts = (self._backend.normalizer, self._backend.pre_tokenizer)
-        if not any(b"Prepend" in part.__getstate__() or b"Metaspace" in part.__getstate__() for part in parts if part):
+        states = [part.__getstate__() for part in parts if part]
+        if not any(
+            kind in state for state in states for kind in (b"Prepend", b"Metaspace", b'"add_prefix_space":true')
+        ):
             return self._backend
         source = json.loads(self._backend.to_str())
         source["normalizer"] = _without_first_space(source["normalizer"])
         source["pre_tokenizer"] = _without_first_space(source["pre_tokenizer"])
         return tokenizers.Tokenizer.from_str(json.dumps(source))
+
+    @cached_property
+    def _added(self) -> Mapping[int, str]:
+        """Tokens that are found in text before it is cut."""
+        return {index: token.content for index, token in self._backend.get_added_tokens_decoder().items()}
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
@@ -352,6 +378,8 @@ def _without_first_space(part: Any) -> Any:
         return None
     if part["type"] == "Metaspace":
         return part | {"prepend_scheme": "never"}
+    if part["type"] == "ByteLevel":
+        return part | {"add_prefix_space": False}
     for members in ("normalizers", "pretokenizers"):
         if members in part:
             return part | {members: [x for x in map(_without_first_space, part[members]) if x]}

@@ -106,8 +106,8 @@ def _with_context(config: LlamaConfig, path: Path) -> LlamaConfig:
     """The configuration with its whole context: as far as YaRN goes, if a state has the pages."""
     attention = config.attention
     longest, scaling = attention.maximum_context_tokens, attention.rope_scaling
-    if isinstance(scaling, YarnScaling):
-        longest = max(longest, int(scaling.factor * scaling.original_context))
+    if isinstance(scaling, YarnScaling) and longest > 0:
+        longest = max(longest, round(min(scaling.factor, 2.0**31) * min(scaling.original_context, 2**31)))
     most = _MAX_STATE_PAGES * (_PAGE_BYTES // max(1, attention.bytes_per_token))
     if 0 < most < longest:  # none: such heads are refused by name
         logger.warning("%s: a state holds %d tokens of the model's context of %d", path, most, longest)

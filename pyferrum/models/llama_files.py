@@ -286,6 +286,8 @@ def _hf_window(files: SafetensorsFiles, family: Family, layers: int) -> int | No
     kinds = _hf_number(
         files, "layer_types", list, ["full_attention" if i < full else "sliding_attention" for i in range(layers)]
     )
+    if len(kinds) != layers:
+        raise CheckpointError(f"{source}: layer_types: expected one for each of {layers} layers, got {len(kinds)}")
     if kinds == ["full_attention"] * layers:
         return None
     if kinds != ["sliding_attention"] * layers:
@@ -304,11 +306,11 @@ def hf_params(files: SafetensorsFiles, family: Family, config: LlamaConfig, load
     def layer_name(index: int, part: str) -> str:
         return f"model.layers.{index}.{_HF_LAYER[part]}"
 
+    biases = [layer_name(i, part) for i in range(config.layers) for part in family.optional]
     if biased:
-        load.require(
-            (layer_name(i, part) for i in range(config.layers) for part in family.optional),
-            "config.json: attention_bias is true, and ",
-        )
+        load.require(biases, "config.json: attention_bias is true, and ")
+    else:
+        load.refuse(biases, "config.json: attention_bias is not true")
     return _params(
         config,
         load,
