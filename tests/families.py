@@ -12,6 +12,9 @@ import numpy as np
 
 from tests import tiny
 
+TOKENS = tiny.ids("The tide turns twice a day, and so do we.", bos=True)
+"""What transformers' logits in figures/families.npz are of."""
+
 _WINDOW: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": True},
@@ -26,8 +29,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_theta": 500.0,
     },
 }
-GGUF = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-"""Those that llama.cpp has a converter for, with their `general.architecture`; it drops windows."""
+GGUF = ("llama", "qwen2", "qwen3")
+"""Those that a GGUF file has all of, for it has no windows; they are its `general.architecture`."""
 
 
 def weights(name: str) -> dict[str, np.ndarray]:
@@ -55,13 +58,11 @@ def write_folder(folder: Path, name: str, **config: Any) -> Path:
 
 def write_gguf(path: Path, name: str) -> Path:
     """The model as a GGUF file."""
-    config, architecture = tiny.CONFIG | FAMILIES[name], GGUF[name]
+    config = tiny.CONFIG | FAMILIES[name]
     keys: dict[str, Any] = {
-        f"{architecture}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        f"{architecture}.rope.freq_base": config["rope_theta"],
+        f"{name}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        f"{name}.rope.freq_base": config["rope_theta"],
     }
     if "head_dim" in config:
-        keys |= {f"{architecture}.attention.{x}_length": config["head_dim"] for x in ("key", "value")}
-    return tiny.write_tiny_gguf(
-        path, weights=weights(name), keys=keys, architecture=architecture, permuted=architecture == "llama"
-    )
+        keys |= {f"{name}.attention.{x}_length": config["head_dim"] for x in ("key", "value")}
+    return tiny.write_tiny_gguf(path, weights=weights(name), keys=keys, architecture=name, permuted=name == "llama")

@@ -8,7 +8,7 @@ with pyferrum's. To re-run, in a virtual environment that has pyferrum (`pip ins
 
 The arrays, for each family `name` of tests.families.FAMILIES:
 
-    name          float32 [tokens, vocabulary]   logits of TOKENS in float32
+    name          float32 [tokens, vocabulary]   logits of families.TOKENS in float32
     name_weights  string                         SHA-256 of the folder's model.safetensors
     transformers_version, torch_version          strings
 """
@@ -24,9 +24,7 @@ import numpy as np
 import torch
 import transformers
 
-from tests import families, tiny
-
-TOKENS = tiny.ids("The tide turns twice a day, and so do we.", bos=True)
+from tests import families
 
 
 def main() -> None:
@@ -36,7 +34,7 @@ def main() -> None:
             path = families.write_folder(Path(folder), name)
             model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
             with torch.no_grad():
-                figures[name] = model(torch.tensor([TOKENS])).logits[0].numpy()
+                figures[name] = model(torch.tensor([families.TOKENS])).logits[0].numpy()
             weights = (path / "model.safetensors").read_bytes()
             figures[f"{name}_weights"] = hashlib.sha256(weights).hexdigest()
     versions = {"transformers_version": transformers.__version__, "torch_version": torch.__version__}
